@@ -1,0 +1,152 @@
+"""Copies of a state that training cannot change any more.
+
+A snapshot is started on the training thread and finished by the hardware: `device_put` to pinned
+host memory returns before the bytes have moved, and holds the source buffers until they have, so
+that donating or overwriting them afterwards is safe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mtcheckpoint._trees import flatten_named
+
+__all__ = ["Snapshot", "take_snapshot"]
+
+_HOST_MEMORY = "pinned_host"
+_HOST_TYPES = (np.ndarray, np.generic, bool, int, float, complex, str)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """A state that stays as it was.
+
+    Attributes:
+        tree: the same tree, its leaves out of training's reach.
+        kinds: what a leaf was where its array alone does not tell: by leaf name,
+            ``"key:<implementation>"`` for typed PRNG keys, ``"numpy"``, ``"numpy_scalar"`` or the
+            type's name for plain Python values.
+        size_bytes: bytes that this process holds of it.
+    """
+
+    tree: Any
+    kinds: dict[str, str]
+    size_bytes: int
+
+
+def take_snapshot(tree: Any, mesh: jax.sharding.Mesh) -> Snapshot:
+    """Starts a snapshot of `tree` and returns at once.
+
+    Args:
+        tree: leaves are `jax.Array` (global ones, or ones that this process alone can address:
+            those are taken for replicated), numpy arrays, and plain numbers and strings.
+        mesh: the mesh of the job.
+
+    Raises:
+        TypeError: a leaf is of another type.
+        ValueError: an array was donated or deleted already.
+    """
+    named, structure = flatten_named(tree)
+    for name, leaf in named.items():
+        _check_leaf(name, leaf)
+    arrays = {n: _as_global(x, mesh) for n, x in named.items() if isinstance(x, jax.Array)}
+    plain = {n: x for n, x in arrays.items() if not _is_key(x)}
+    copies = dict(zip(plain, _copy_to_host(list(plain.values())), strict=True))
+    copies |= {n: _copy_key(x) for n, x in arrays.items() if _is_key(x)}
+    leaves = [copies[n] if n in copies else _copy_plain(x) for n, x in named.items()]
+    return Snapshot(
+        tree=jax.tree_util.tree_unflatten(structure, leaves),
+        kinds={n: kind for n, x in named.items() if (kind := _kind(x)) is not None},
+        size_bytes=sum(_addressable_bytes(x) for x in leaves),
+    )
+
+
+def _check_leaf(name: str, leaf: Any) -> None:
+    if isinstance(leaf, jax.Array):
+        if leaf.is_deleted():
+            raise ValueError(
+                f"leaf {name!r} was donated or deleted before the save: save the state that the"
+                " step returned, not the one that went into it"
+            )
+    elif not isinstance(leaf, _HOST_TYPES):
+        raise TypeError(
+            f"leaf {name!r} is of type {type(leaf).__name__}: a state holds jax.Array, numpy arrays,"
+            " numbers and strings. Put other things into `extras`"
+        )
+
+
+def _is_key(leaf: jax.Array) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _kind(leaf: Any) -> str | None:
+    if isinstance(leaf, jax.Array):
+        return f"key:{jax.random.key_impl(leaf)}" if _is_key(leaf) else None
+    if isinstance(leaf, np.ndarray):
+        return "numpy"
+    if isinstance(leaf, np.generic):
+        return "numpy_scalar"
+    return type(leaf).__name__
+
+
+def _as_global(array: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
+    """An array over the whole job, as Orbax wants it, without asking the other processes."""
+    if jax.process_count() == 1 or not array.is_fully_addressable:
+        return array
+    local = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    data = jax.random.key_data(array) if _is_key(array) else array
+    whole = jax.make_array_from_single_device_arrays(
+        data.shape,
+        NamedSharding(mesh, PartitionSpec()),
+        [jax.device_put(data, device) for device in local],
+    )
+    return jax.random.wrap_key_data(whole, impl=jax.random.key_impl(array)) if _is_key(array) else whole
+
+
+def _copy_to_host(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Copies in one call: a call for each leaf costs half a millisecond each."""
+    if not arrays:
+        return []
+    if not _has_host_memory(arrays[0]):
+        return list(_copy_on_device(arrays))
+    shardings = [array.sharding.with_memory_kind(_HOST_MEMORY) for array in arrays]
+    # may_alias is for arrays that are in host memory already: they would be handed back as they are.
+    return list(jax.device_put(arrays, shardings, may_alias=False))
+
+
+def _has_host_memory(array: jax.Array) -> bool:
+    device = next(iter(array.sharding.addressable_devices))
+    return any(memory.kind == _HOST_MEMORY for memory in device.addressable_memories())
+
+
+@jax.jit
+def _copy_on_device(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.copy(array) for array in arrays]
+
+
+def _copy_key(key: jax.Array) -> jax.Array:
+    # Keys cannot be put to another memory; they are a few bytes.
+    return jax.random.wrap_key_data(
+        jnp.copy(jax.random.key_data(key)), impl=jax.random.key_impl(key)
+    )
+
+
+def _copy_plain(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    if isinstance(leaf, np.generic):
+        return np.asarray(leaf)
+    return leaf
+
+
+def _addressable_bytes(leaf: Any) -> int:
+    if isinstance(leaf, jax.Array):
+        data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        return sum(shard.data.nbytes for shard in data.addressable_shards)
+    return int(np.asarray(leaf).nbytes)
