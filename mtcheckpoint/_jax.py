@@ -1,0 +1,257 @@
+"""The one door to what JAX keeps private: the distributed client and its key-value store.
+
+JAX's errors end here: a wait that ran out is None, everything else a `CoordinationError`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
+import jax
+from jax._src import distributed
+
+from mtcheckpoint._clock import Deadline, wait_for
+from mtcheckpoint.errors import CoordinationError
+
+__all__ = [
+    "DistributedStore",
+    "KeyValueStore",
+    "MemoryStore",
+    "distributed_client",
+    "job_store",
+    "node_ranks_by_process",
+    "process_id",
+    "wait_for_key",
+    "wait_slice",
+]
+
+# A blocking get holds the thread inside C++, where no signal is handled. So long waits are cut into
+# pieces of this length, and Ctrl-C is answered in between.
+_WAIT_SLICE_SECONDS = 1.0
+
+_T = TypeVar("_T")
+
+
+class KeyValueStore(Protocol):
+    """What all processes of a job can write and read. Keys are paths: ``a/b/c``.
+
+    Every call raises `CoordinationError` when the store does not answer. Thread-safe.
+    """
+
+    def set(self, key: str, value: bytes) -> None:
+        """Writes `key`, over whatever it held."""
+
+    def set_once(self, key: str, value: bytes) -> bool:
+        """Writes `key` unless it is there already; True when this call wrote it. Atomic."""
+
+    def get(self, key: str) -> bytes | None:
+        """The value of `key`, or None. Does not wait."""
+
+    def wait(self, key: str, timeout_secs: float) -> bytes | None:
+        """The value of `key` as soon as it is there; None after `timeout_secs` seconds without."""
+
+    def list(self, directory: str) -> dict[str, bytes]:
+        """The keys below `directory`, named from there, with their values. Does not wait."""
+
+    def delete(self, key: str) -> None:
+        """Removes `key` and all keys below it; no error when there are none."""
+
+
+def distributed_client() -> Any | None:
+    """JAX's distributed client; None when ``jax.distributed`` is not initialised."""
+    return distributed.global_state.client
+
+
+def process_id() -> int:
+    """The id that ``jax.distributed`` was initialised with; 0 without it.
+
+    It need not be ``jax.process_index()``: some backends number the processes by the devices.
+    """
+    if distributed_client() is None:
+        return 0
+    return cast(int, distributed.global_state.process_id)
+
+
+def job_store() -> KeyValueStore:
+    """The store that the processes of this job share.
+
+    Raises:
+        CoordinationError: there are several processes, but no ``jax.distributed``.
+    """
+    client = distributed_client()
+    if client is not None:
+        return DistributedStore(client)
+    if jax.process_count() > 1:
+        raise CoordinationError(
+            f"this job has {jax.process_count()} processes, but jax.distributed is not initialised,"
+            " so they cannot agree on anything. Call mtcheckpoint.initialize(config) or"
+            " jax.distributed.initialize() first, on every process"
+        )
+    return _local_store()
+
+
+def node_ranks_by_process(timeout_secs: float) -> tuple[int, ...]:
+    """The distributed ids of all processes, in the order of ``jax.process_index()``.
+
+    Call on every process. The ids are the node ranks that the replicator knows.
+
+    Args:
+        timeout_secs: seconds to wait for the other processes.
+
+    Raises:
+        WaitTimeoutError: a process did not report its id in time.
+        CoordinationError: the store does not answer.
+    """
+    store = job_store()
+    folder = "mtcheckpoint/node_ranks"
+    store.set(f"{folder}/{jax.process_index()}", str(process_id()).encode())
+    deadline = Deadline.after(timeout_secs)
+    found = [
+        wait_for_key(
+            store,
+            f"{folder}/{index}",
+            deadline,
+            "the distributed ids of all processes",
+            missing=f"process {index}",
+        )
+        for index in range(jax.process_count())
+    ]
+    return tuple(int(value) for value in found)
+
+
+def wait_for_key(
+    store: KeyValueStore, key: str, deadline: Deadline, what: str, *, missing: str
+) -> bytes:
+    """Waits for `key`.
+
+    Raises:
+        WaitTimeoutError: it was not there when the deadline had passed; names `missing`.
+    """
+    return wait_for(
+        lambda: wait_slice(store, key, deadline),
+        deadline,
+        what,
+        missing=lambda: (missing,),
+        poll_seconds=0.0,
+    )
+
+
+def wait_slice(store: KeyValueStore, key: str, deadline: Deadline) -> bytes | None:
+    """Waits a moment for `key`, at most until the deadline; None when it is not there yet."""
+    seconds = min(_WAIT_SLICE_SECONDS, deadline.remaining())
+    return store.wait(key, seconds) if seconds > 0 else store.get(key)
+
+
+class DistributedStore:
+    """The key-value store of ``jax.distributed``, which lives in the process with id 0.
+
+    One call takes about 0.2 ms, a value of 1 MiB about 20 ms; 100 MiB were seen to pass.
+
+    Args:
+        client: JAX's distributed client.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def set(self, key: str, value: bytes) -> None:
+        _call(lambda: self._client.key_value_set_bytes(key, value, True))
+
+    def set_once(self, key: str, value: bytes) -> bool:
+        def insert() -> bool:
+            self._client.key_value_set_bytes(key, value, False)
+            return True
+
+        return _call(insert, "ALREADY_EXISTS") is not None
+
+    def get(self, key: str) -> bytes | None:
+        return _call(
+            lambda: cast(bytes, self._client.key_value_try_get_bytes(key)),
+            "NOT_FOUND",
+        )
+
+    def wait(self, key: str, timeout_secs: float) -> bytes | None:
+        milliseconds = max(1, round(timeout_secs * 1000))
+        return _call(
+            lambda: cast(bytes, self._client.blocking_key_value_get_bytes(key, milliseconds)),
+            "DEADLINE_EXCEEDED",
+        )
+
+    def list(self, directory: str) -> dict[str, bytes]:
+        pairs = _call(lambda: self._client.key_value_dir_get_bytes(directory)) or []
+        return {key.split(f"{directory}/", 1)[-1]: value for key, value in pairs}
+
+    def delete(self, key: str) -> None:
+        _call(lambda: self._client.key_value_delete(key))
+
+
+def _call(operation: Callable[[], _T], none_on: str | None = None) -> _T | None:
+    """Runs `operation`; None when it fails with the status `none_on`."""
+    try:
+        return operation()
+    except jax.errors.JaxRuntimeError as error:
+        # JAX gives the status as the first word of the text, and nowhere else.
+        if none_on is not None and str(error).startswith(none_on):
+            return None
+        raise CoordinationError(
+            "the key-value store of jax.distributed, which lives in process 0, does not answer:"
+            f" {_first_line(error)}. Is process 0 still alive?",
+            processes=(0,),
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class MemoryStore:
+    """A store for processes that are threads of this one, or for a job of one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def set_once(self, key: str, value: bytes) -> bool:
+        with self._changed:
+            if key in self._values:
+                return False
+            self._values[key] = value
+            self._changed.notify_all()
+            return True
+
+    def get(self, key: str) -> bytes | None:
+        with self._changed:
+            return self._values.get(key)
+
+    def wait(self, key: str, timeout_secs: float) -> bytes | None:
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._values, timeout_secs)
+            return self._values.get(key)
+
+    def list(self, directory: str) -> dict[str, bytes]:
+        prefix = f"{directory}/"
+        with self._changed:
+            return {
+                key.removeprefix(prefix): value
+                for key, value in self._values.items()
+                if key.startswith(prefix)
+            }
+
+    def delete(self, key: str) -> None:
+        with self._changed:
+            doomed = [name for name in self._values if name == key or name.startswith(f"{key}/")]
+            for name in doomed:
+                del self._values[name]
+
+
+@functools.cache
+def _local_store() -> MemoryStore:
+    return MemoryStore()
