@@ -117,6 +117,7 @@ class Coordinator:
                 out; an error of this library has the same type and text on all.
         """
         folder = self._next_round(topic)
+        # Process 0 too: who gives up tells from these keys who is missing.
         self._store.set(f"{folder}/in/{self.process}", _encode(value))
         deadline = self._deadline(timeout_secs)
         if not self.is_leader:
@@ -378,8 +379,10 @@ def _described(error: BaseException, topic: str) -> dict[str, Any]:
 
 def _rebuilt(kind: str, message: str, attributes: dict[str, Any]) -> MtCheckpointError:
     cls = cast(type[MtCheckpointError], getattr(errors, kind))
-    # Not through __init__, which makes the message from parts that are gone.
-    error = cls.__new__(cls, message)
+    # Not through __init__, which makes the message from parts that are gone. Python wants to see
+    # the builtin whose memory layout the class has.
+    builtin: type[Exception] = OSError if issubclass(cls, OSError) else Exception
+    error = cast(MtCheckpointError, builtin.__new__(cls, message))
     error.args = (message,)
     for name, value in attributes.items():
         setattr(error, name, tuple(value) if isinstance(value, list) else value)
