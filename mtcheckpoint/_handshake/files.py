@@ -10,7 +10,7 @@ import dataclasses
 import datetime
 import re
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
@@ -139,7 +139,9 @@ def job_name_fault(name: object) -> str | None:
         )
     typed = typed_value(name)
     if not isinstance(typed, str) or typed != name:
-        return f"is read by YAML as {typed!r} ({type(typed).__name__}), so it would never match again"
+        return (
+            f"is read by YAML as {typed!r} ({type(typed).__name__}), so it would never match again"
+        )
     return None
 
 
@@ -165,5 +167,4 @@ _YAML_1_2_FLOAT = re.compile(r"[0-9]+(\.[0-9]*)?[eE][0-9]+")
 
 def yaml_text(settings: Mapping[str, Any]) -> str:
     """The text of ``replicator.yaml`` for these settings, one key a line."""
-    text = yaml.safe_dump(dict(settings), sort_keys=False, default_flow_style=None)
-    return cast(str, text)
+    return str(yaml.safe_dump(dict(settings), sort_keys=False, default_flow_style=None))
