@@ -382,7 +382,7 @@ def _rebuilt(kind: str, message: str, attributes: dict[str, Any]) -> MtCheckpoin
     # Not through __init__, which makes the message from parts that are gone. Python wants to see
     # the builtin whose memory layout the class has.
     builtin: type[Exception] = OSError if issubclass(cls, OSError) else Exception
-    error = cast(MtCheckpointError, builtin.__new__(cls, message))
+    error = builtin.__new__(cls, message)
     error.args = (message,)
     for name, value in attributes.items():
         setattr(error, name, tuple(value) if isinstance(value, list) else value)
