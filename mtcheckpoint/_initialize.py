@@ -21,8 +21,8 @@ __all__ = ["InitInfo", "initialize", "parse_init_info"]
 
 _log = logging.getLogger("mtcheckpoint.initialize")
 
-# How often an address is tried, and how long one try may take, in seconds.
-_CONNECT_POLL_SECONDS = 0.1
+# How often file and address are tried, and how long one try may take, in seconds.
+_POLL_SECONDS = 0.1
 _CONNECT_TRY_SECONDS = 2.0
 
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:\[\]]+):(?P<port>[0-9]{1,5})")
@@ -188,36 +188,64 @@ def _wait_for_coordinator(path: Path, deadline: Deadline) -> InitInfo:
     that is left from an earlier run.
     """
     wait_for(
-        lambda: _read_init_info(path),
+        _Settled(path).look,
         deadline,
         f"both lines of {path}",
+        missing=lambda: [_found(path)],
         hint="The RAM disk's CSI driver writes it once every pod has a rank: check that all pods"
         " of the job run, and the driver's log",
+        poll_seconds=_POLL_SECONDS,
     )
     return wait_for(
         lambda: _reachable(_read_init_info(path)),
         Deadline.after(deadline.seconds, deadline.clock),
         f"the coordinator in {path}",
-        missing=lambda: [_address(path)],
-        hint="Nothing answers there: process 0 does not run yet, or the file is left from an"
-        " earlier run",
-        poll_seconds=_CONNECT_POLL_SECONDS,
+        missing=lambda: [_unreachable(path)],
+        hint="Process 0 does not run, or the file is left from an earlier run",
+        poll_seconds=_POLL_SECONDS,
     )
 
 
-def _read_init_info(path: Path) -> InitInfo | None:
+class _Settled:
+    """Takes the file when its last line is ended, or when two looks see the same."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._last: str | None = None
+
+    def look(self) -> InitInfo | None:
+        last, self._last = self._last, _read(self._path)
+        if self._last is None or not (self._last.endswith("\n") or self._last == last):
+            return None
+        return parse_init_info(self._last, str(self._path))
+
+
+def _read(path: Path) -> str | None:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return None
     except OSError as error:
         raise HandshakeError(f"{path} cannot be read: {error}") from error
-    return parse_init_info(text, str(path))
 
 
-def _address(path: Path) -> str:
+def _read_init_info(path: Path) -> InitInfo | None:
+    text = _read(path)
+    return None if text is None else parse_init_info(text, str(path))
+
+
+def _found(path: Path) -> str:
+    text = _read(path)
+    return "the file" if text is None else f"a line, found {text[:200]!r}"
+
+
+def _unreachable(path: Path) -> str:
     info = _read_init_info(path)
-    return info.address if info is not None else "(no address)"
+    if info is None:
+        return "an address"
+    if info.process_id == 0:
+        return f"{info.address} (should be this process: the port is taken, or not of this machine)"
+    return info.address
 
 
 def _reachable(info: InitInfo | None) -> InitInfo | None:

@@ -106,7 +106,7 @@ def check_volume(volume: Path) -> None:
         ) from error
     if not stat.S_ISDIR(mode):
         raise HandshakeError(f"the RAM disk {volume} is not a directory; {hint}")
-    if not os.access(volume, os.R_OK | os.W_OK | os.X_OK):
+    if not os.access(volume, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
         raise HandshakeError(
             f"the RAM disk {volume} (mode {stat.S_IMODE(mode):04o}) is not writable for user"
             f" {os.geteuid()}, or mounted read-only: run the job as the owner of the directory"
