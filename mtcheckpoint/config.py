@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import types
 from collections.abc import Mapping
@@ -181,6 +182,7 @@ class CheckpointConfig:
 _MISSING = object()
 
 
+@functools.cache
 def _field_types() -> dict[str, Any]:
     return get_type_hints(CheckpointConfig)
 

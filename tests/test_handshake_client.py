@@ -256,7 +256,7 @@ def test_failed_before_the_yaml_is_gone_is_forgiven_when_it_is_taken(
 
 def test_failed_instead_of_taking_the_yaml(volume: Path, clock: StepClock) -> None:
     clock.at(1.0, lambda: append(volume / FAILED_FILE, "unknown key backup-interval-steps"))
-    with pytest.raises(ReplicatorFailedError, match="left replicator[.]yaml where it is") as fault:
+    with pytest.raises(ReplicatorFailedError, match=r"left replicator\.yaml where it is") as fault:
         handshake(volume, clock)
     assert fault.value.text == "unknown key backup-interval-steps"
     assert clock.now == pytest.approx(31.0, abs=0.1)
