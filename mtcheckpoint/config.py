@@ -60,8 +60,8 @@ class CheckpointConfig:
         enable_single_replica_ckpt_restoring: one replica reads and broadcasts to the others.
         run_name: name of the run; with multi-tier checkpointing also the replicator's job name.
         base_output_directory: where `checkpoint_dir` is derived from.
-        checkpoint_dir: persistent checkpoints; empty: ``<base_output_directory>/<run_name>/
-            checkpoints`` when both are given.
+        checkpoint_dir: persistent checkpoints; empty:
+            ``<base_output_directory>/<run_name>/checkpoints`` when both are given.
         jax_distributed_initialization_timeout: limit for starting jax.distributed, in seconds.
         backup_root: URL (or absolute path) that holds ``<run_name>/<date>/`` as the replicator
             writes it; None: no backups are read.
