@@ -33,9 +33,6 @@ _T = TypeVar("_T")
 # JSON of this size and above is compressed: 1 MiB takes the store 20 ms, zlib 10 ms for a fifth.
 _COMPRESS_BYTES = 64 * 1024
 
-# The others wait this much longer than process 0, so that they hear its verdict.
-_GRACE_SECONDS = 2.0
-
 _LEADER = 0
 _HOSTS = "hosts"
 
@@ -55,6 +52,8 @@ class Coordinator:
             counted from the start, so a second one would read the verdicts of the first.
         timeout_secs: seconds that process 0 waits for the others, unless a call says otherwise.
         host: name of this machine, for messages; the machine's own by default.
+        grace_secs: seconds that the others wait longer than process 0, so that they hear its
+            verdict.
 
     Example:
         >>> from mtcheckpoint._jax import MemoryStore
@@ -72,10 +71,12 @@ class Coordinator:
         namespace: str,
         timeout_secs: float = 300.0,
         host: str | None = None,
+        grace_secs: float = 2.0,
     ) -> None:
         self.process = process
         self.processes = processes
         self.timeout_secs = timeout_secs
+        self._grace_secs = grace_secs
         self._store = store
         self._namespace = namespace
         self._lock = threading.Lock()
@@ -233,7 +234,7 @@ class Coordinator:
 
     def _deadline(self, timeout_secs: float | None) -> Deadline:
         seconds = self.timeout_secs if timeout_secs is None else timeout_secs
-        return Deadline.after(seconds if self.is_leader else seconds + _GRACE_SECONDS)
+        return Deadline.after(seconds if self.is_leader else seconds + self._grace_secs)
 
     def _collect(self, folder: str, topic: str, deadline: Deadline) -> tuple[Any, ...] | None:
         """The values of all processes; None when one is missing or the round has a verdict."""

@@ -12,7 +12,9 @@ __all__ = ["happened"]
 _LOG = logging.getLogger("mtcheckpoint")
 
 
-def happened(event: str, *, level: int = logging.INFO, seconds: float | None = None, **fields: Any) -> None:
+def happened(
+    event: str, *, level: int = logging.INFO, seconds: float | None = None, **fields: Any
+) -> None:
     """Says that `event` happened.
 
     Args:

@@ -20,8 +20,10 @@ __all__ = [
     "DistributedStore",
     "KeyValueStore",
     "MemoryStore",
+    "coordinator_address",
     "distributed_client",
     "job_store",
+    "key_implementation",
     "node_ranks_by_process",
     "process_id",
     "wait_for_key",
@@ -73,6 +75,16 @@ def process_id() -> int:
     if distributed_client() is None:
         return 0
     return cast(int, distributed.global_state.process_id)
+
+
+def coordinator_address() -> str:
+    """``host:port`` of the job's coordinator; a port of this machine without one."""
+    return distributed.global_state.coordinator_address or "127.0.0.1:1"
+
+
+def key_implementation(dtype: Any) -> str:
+    """The name of the generator that typed PRNG keys of this dtype belong to."""
+    return str(dtype._impl.name)
 
 
 def job_store() -> KeyValueStore:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import datetime
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ __all__ = [
     "state_to_save",
 ]
 
+# Said on every save, at level WARNING, of a setting that is right here.
+logging.getLogger("absl").addFilter(
+    lambda record: "Global object size logging disabled" not in record.getMessage()
+)
+
 AbstractCheckpointManager = ocp.AbstractCheckpointManager
 
 
@@ -69,9 +75,7 @@ class ShareWriter:
         staging.mkdir(parents=True, exist_ok=True)
         self._manager = self._open_manager()
 
-    def write(
-        self, step: int, tree: Any, custom_metadata: Mapping[str, Any] | None = None
-    ) -> Path:
+    def write(self, step: int, tree: Any, custom_metadata: Mapping[str, Any] | None = None) -> Path:
         """Writes and closes the share; returns its directory under the staging folder."""
         self._manager.save(
             step,

@@ -101,12 +101,17 @@ def _as_global(array: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
         return array
     local = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     data = jax.random.key_data(array) if _is_key(array) else array
-    whole = jax.make_array_from_single_device_arrays(
+    whole: jax.Array = jax.make_array_from_single_device_arrays(
         data.shape,
         NamedSharding(mesh, PartitionSpec()),
         [jax.device_put(data, device) for device in local],
     )
-    return jax.random.wrap_key_data(whole, impl=jax.random.key_impl(array)) if _is_key(array) else whole
+    return _wrapped(whole, array) if _is_key(array) else whole
+
+
+def _wrapped(data: jax.Array, like: jax.Array) -> jax.Array:
+    key: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
+    return key
 
 
 def _copy_to_host(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -116,7 +121,7 @@ def _copy_to_host(arrays: list[jax.Array]) -> list[jax.Array]:
     if not _has_host_memory(arrays[0]):
         return list(_copy_on_device(arrays))
     shardings = [array.sharding.with_memory_kind(_HOST_MEMORY) for array in arrays]
-    # may_alias is for arrays that are in host memory already: they would be handed back as they are.
+    # Without may_alias, arrays that are in host memory already would be handed back as they are.
     return list(jax.device_put(arrays, shardings, may_alias=False))
 
 
@@ -125,16 +130,15 @@ def _has_host_memory(array: jax.Array) -> bool:
     return any(memory.kind == _HOST_MEMORY for memory in device.addressable_memories())
 
 
-@jax.jit
+@jax.jit  # type: ignore[untyped-decorator]
 def _copy_on_device(arrays: list[jax.Array]) -> list[jax.Array]:
     return [jnp.copy(array) for array in arrays]
 
 
 def _copy_key(key: jax.Array) -> jax.Array:
     # Keys cannot be put to another memory; they are a few bytes.
-    return jax.random.wrap_key_data(
-        jnp.copy(jax.random.key_data(key)), impl=jax.random.key_impl(key)
-    )
+    data = jnp.copy(jax.random.key_data(key))
+    return _wrapped(data, key)
 
 
 def _copy_plain(leaf: Any) -> Any:

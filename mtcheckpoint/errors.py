@@ -6,15 +6,15 @@
     ├── WaitTimeoutError (TimeoutError)        something did not happen in time; says what, and on whom
     ├── CoordinationError (RuntimeError)       processes that should agree could not
     ├── HandshakeError (RuntimeError)          the replicator's side of the protocol went wrong
-    │   ├── ReplicatorFailedError              the replicator wrote ``replicator.failed``
-    │   └── MarkerError (ValueError)           an entry of the volume that no reader can make sense of
+    │   ├── ReplicatorFailedError          the replicator wrote ``replicator.failed``
+    │   └── MarkerError (ValueError)       an entry of the volume that makes no sense
     ├── SaveError (RuntimeError)               a save failed, on this process or on another
     ├── ShareError (ValueError)                one node's share of a step is damaged or not ours
     ├── RestoreError (RuntimeError)            no candidate could be restored
     │   ├── StepNotFoundError (FileNotFoundError)  an explicit step that is nowhere
-    │   ├── TierUnreadableError (OSError)      a place that could not be read: never "no checkpoint"
-    │   └── StructureMismatchError (ValueError)    the target's tree or shapes differ from the saved ones
-    └── ReplicatorConfigError (ValueError)     ``replicator.yaml`` that the embedded replicator refuses
+    │   ├── TierUnreadableError (OSError)      a place that could not be read
+    │   └── StructureMismatchError (ValueError)  the tree or shapes asked for are not the saved ones
+    └── ReplicatorConfigError (ValueError)     what the embedded replicator refuses
 
 A message says what happened, where, what was expected and found, and what to do.
 """

@@ -78,7 +78,14 @@ def identity_from_json(text: str | bytes, place: str) -> Identity:
             f" {FORMAT_VERSION}",
             place=place,
         )
-    expected = {"job": str, "step": int, "save_id": str, "node_rank": int, "nodes": int, "kinds": dict}
+    expected = {
+        "job": str,
+        "step": int,
+        "save_id": str,
+        "node_rank": int,
+        "nodes": int,
+        "kinds": dict,
+    }
     for name, kind in expected.items():
         if not isinstance(fields.get(name), kind):
             raise ShareError(

@@ -1,0 +1,200 @@
+"""Save decisions that are the same on all processes.
+
+Process 0 decides, from what all have reported, and the others read its answer: nobody votes, nobody
+waits for the slowest, and a policy that looks at its own host's clock or disk is asked on one host
+only. An answer also says up to which step there is no need to ask again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mtcheckpoint import _policy
+from mtcheckpoint._coordination import Coordinator
+from mtcheckpoint._orbax import OrbaxPolicy
+from mtcheckpoint._policy import ClusterState, HostReport, Policy, Verdict
+from mtcheckpoint.config import CheckpointConfig
+
+__all__ = ["Decider", "Decision", "policy_of"]
+
+
+def policy_of(config: CheckpointConfig, given: Any = None) -> Policy:
+    """The policy that the flags describe, or the one given: ours, or Orbax's kind."""
+    if given is not None:
+        return given if hasattr(given, "wants") else _UserPolicy(given)
+    policies: list[Policy] = []
+    if config.enable_continuous_checkpointing:
+        policies.append(_policy.Continuous(config.minimum_interval_secs))
+    elif config.local_checkpoint_period > 0:
+        policies.append(_policy.FixedInterval(config.local_checkpoint_period))
+    if config.local_checkpoint_steps:
+        policies.append(_policy.SpecificSteps(config.local_checkpoint_steps))
+    return policies[0] if len(policies) == 1 else _policy.AnyOf(policies)
+
+
+class _UserPolicy:
+    """One of Orbax's `SaveDecisionPolicy` objects.
+
+    What it wishes for and the hosts do not allow is made up for, as with our own policies.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = OrbaxPolicy(policy)
+        self._name = type(policy).__name__
+        self._due: int | None = None
+
+    def wants(self, state: ClusterState) -> Verdict:
+        newest = state.saved[-1][0] if state.saved else -1
+        if self._due is not None and not newest < self._due <= state.step:
+            self._due = None
+        if self._asked(state):
+            self._due = state.step
+        save = self._due is not None
+        return Verdict(
+            save=save,
+            reason=f"{self._name}: step {self._due}" if save else f"{self._name}: not now",
+            ask_again_at=state.step + 1,
+        )
+
+    def _asked(self, state: ClusterState) -> bool:
+        return self._policy.should_save(
+            state.step,
+            now_seconds=state.now_seconds,
+            saved=state.saved,
+            saving=any(report.finished_step != state.started_step for report in state.reports),
+            preempted=any(report.preempted for report in state.reports),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """Process 0's answer, the same on all processes.
+
+    Attributes:
+        save: save this step.
+        reason: why, or why not.
+        ask_again_at: no process needs to ask before this step.
+        failed_saves: how many saves of this run have failed.
+        faults: what stops the run, by process; empty while all is well.
+    """
+
+    save: bool
+    reason: str
+    ask_again_at: int
+    failed_saves: int = 0
+    faults: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+class Decider:
+    """Answers "save this step?" on every process, with process 0's answer.
+
+    Call every method on all processes, in the same order; what changes the next answer or the next
+    question must change on all at once.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        policy: Policy,
+        *,
+        save_on_start: bool,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """
+        Args:
+            coordinator: agreement with the other processes.
+            policy: what is wished for; asked on process 0 only.
+            save_on_start: save step 0.
+            now: seconds since the epoch.
+        """
+        self._coordinator = coordinator
+        self._policy = policy
+        self._save_on_start = save_on_start
+        self._now = now
+        self._first_step = 0
+        self._saved: list[tuple[int, float]] = []
+        self._started: int | None = None
+        self._answered: tuple[int, Decision] | None = None
+        self._unasked = Decision(save=False, reason="not due", ask_again_at=0)
+        self._last_step = -1
+        # Answers are filed under the number of saves before them: when a save is done everywhere,
+        # everybody has read the answers before it.
+        self._saves = 0
+        self._asked = 0
+
+    def decide(self, step: int, *, failed: Sequence[int] = ()) -> Decision:
+        """The answer for `step`; asked again for the same step, the same answer.
+
+        Args:
+            step: the step.
+            failed: the steps whose saves came to nothing, as process 0 knows them.
+        """
+        if self._answered is not None and self._answered[0] == step:
+            return self._answered[1]
+        if step >= self._unasked.ask_again_at or step < self._last_step:
+            decision = self._ask(step, failed)
+            self._answered = (step, decision)
+            self._unasked = dataclasses.replace(decision, save=False, reason="not due")
+        self._last_step = step
+        answered = self._answered
+        return answered[1] if answered is not None and answered[0] == step else self._unasked
+
+    def started(self, step: int) -> None:
+        """Notes that a save of `step` was started."""
+        self._saved = [pair for pair in self._saved if pair[0] < step]
+        self._saved.append((step, self._now()))
+        self._started = step
+        self._answered = None
+        # Asked again at the next step, whatever the policy said: the save may fail.
+        self._unasked = dataclasses.replace(self._unasked, ask_again_at=step + 1)
+        self._saves += 1
+        if self._saves > 1:
+            # The save before this one is done, so everybody had passed the answers before it.
+            self._coordinator.forget(f"decision/{self._saves - 2}")
+
+    def resume_after(self, step: int) -> None:
+        """Notes that the run goes on from a restored step."""
+        self._first_step = step + 1
+        self._saved = []
+        self._started = None
+        self._answered = None
+        self._last_step = step
+        self._unasked = dataclasses.replace(self._unasked, ask_again_at=0)
+
+    def _ask(self, step: int, failed: Sequence[int]) -> Decision:
+        self._asked += 1
+        answer = self._coordinator.lead(
+            f"decision/{self._saves}/{self._asked}",
+            lambda: dataclasses.asdict(self._judge(step, failed)),
+        )
+        return Decision(**answer)
+
+    def _judge(self, step: int, failed: Sequence[int]) -> Decision:
+        told = self._coordinator.announced("report")
+        faults = {str(p): fields["fault"] for p, fields in told.items() if fields.get("fault")}
+        state = ClusterState(
+            step=step,
+            now_seconds=self._now(),
+            processes=self._coordinator.processes,
+            reports=tuple(_report(process, fields) for process, fields in told.items()),
+            saved=tuple(pair for pair in self._saved if pair[0] not in failed),
+            started_step=self._started,
+            first_step=self._first_step,
+        )
+        verdict = _policy.decide(self._policy, state, save_on_start=self._save_on_start)
+        return Decision(
+            save=verdict.save and not faults,
+            reason=verdict.reason,
+            ask_again_at=verdict.ask_again_at,
+            failed_saves=len(failed),
+            faults=faults,
+        )
+
+
+def _report(process: int, fields: Mapping[str, Any]) -> HostReport:
+    return HostReport(
+        process=process, **{name: value for name, value in fields.items() if name != "fault"}
+    )

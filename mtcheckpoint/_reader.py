@@ -1,0 +1,226 @@
+"""Reads a state out of a set of shares, wherever they lie: the one reader for all tiers.
+
+A leaf is one TensorStore over the shares: each chunk comes from the share that the plan names. Only
+what this process's devices need is read, straight into the buffers that go to the devices.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from mtcheckpoint._clock import Deadline
+from mtcheckpoint._restore import Box, Chunk, LeafPlan, box_shape, plan_leaf
+from mtcheckpoint._shares.contents import ShareContents, state_kvstore
+from mtcheckpoint._target import Target, TargetLeaf
+from mtcheckpoint.errors import ShareError, WaitTimeoutError
+
+__all__ = ["ReadPlan", "plan_reads", "read_state", "tensorstore_context"]
+
+
+def tensorstore_context() -> ts.Context:
+    """A context whose requests are retried, briefly, and bounded in number."""
+    retries = {"max_retries": 5, "initial_delay": "50ms", "max_delay": "2s"}
+    return ts.Context(
+        {
+            "gcs_request_retries": retries,
+            "http_request_retries": retries,
+            "gcs_request_concurrency": {"limit": 32},
+            "http_request_concurrency": {"limit": 32},
+        }
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ReadPlan:
+    """Where this process reads every chunk that it needs.
+
+    Attributes:
+        target: what is brought back.
+        shares: in order of preference.
+        boxes: the distinct parts to read of each leaf, in the target's order, and the devices that
+            each part goes to.
+        leaves: the sources of each leaf, in the target's order.
+    """
+
+    target: Target
+    shares: tuple[ShareContents, ...]
+    boxes: tuple[Mapping[Box, list[jax.Device | None]], ...]
+    leaves: tuple[LeafPlan, ...]
+
+    @property
+    def missing(self) -> dict[str, tuple[Chunk, ...]]:
+        """Chunks that no share holds, by leaf name."""
+        named = zip(self.target.leaves, self.leaves, strict=True)
+        return {leaf.leaf.name: plan.missing for leaf, plan in named if plan.missing}
+
+    @property
+    def used(self) -> frozenset[int]:
+        """Positions of the shares that something is read from."""
+        return frozenset(share for plan in self.leaves for share in plan.sources.values())
+
+
+def plan_reads(target: Target, shares: Sequence[ShareContents]) -> ReadPlan:
+    """Plans what this process reads; chunks that nobody has are in the plan's `missing`."""
+    boxes = tuple(_distinct(leaf) for leaf in target.leaves)
+    return ReadPlan(
+        target=target,
+        shares=tuple(shares),
+        boxes=boxes,
+        leaves=tuple(
+            _plan_of(leaf, parts, shares) for leaf, parts in zip(target.leaves, boxes, strict=True)
+        ),
+    )
+
+
+def _distinct(leaf: TargetLeaf) -> dict[Box, list[jax.Device | None]]:
+    parts: dict[Box, list[jax.Device | None]] = {}
+    if leaf.make != "string":
+        for device, box in leaf.boxes().items():
+            parts.setdefault(box, []).append(device)
+    return parts
+
+
+def _plan_of(leaf: TargetLeaf, parts: Any, shares: Sequence[ShareContents]) -> LeafPlan:
+    holders = [share.chunks.get(leaf.leaf.name, frozenset()) for share in shares]
+    return plan_leaf(parts, leaf.leaf.chunk_shape, holders)
+
+
+def read_state(
+    plan: ReadPlan, *, context: ts.Context, concurrent_bytes: int, deadline: Deadline
+) -> Any:
+    """Reads what was planned and puts it on the devices.
+
+    Args:
+        plan: a plan that misses nothing.
+        context: TensorStore's pools and limits.
+        concurrent_bytes: bytes on the way at once; a single larger part still goes alone.
+        deadline: for all of it.
+
+    Raises:
+        ShareError: a chunk could not be read, or is missing after all.
+        WaitTimeoutError: the deadline passed; names the leaf that was waited for.
+    """
+    stores = _open_stores(plan, context, deadline)
+    window = _Window(concurrent_bytes, deadline)
+    buffers: list[dict[Box, np.ndarray[Any, Any]]] = []
+    for leaf, boxes, store in zip(plan.target.leaves, plan.boxes, stores, strict=True):
+        parts = {}
+        for box in boxes:
+            parts[box] = np.empty(box_shape(box), dtype=leaf.dtype)
+            if parts[box].size:
+                window.add(leaf.leaf.name, parts[box].nbytes, _reading(store, box, parts[box]))
+        buffers.append(parts)
+    window.finish()
+    values = [
+        _value(plan, leaf, boxes, parts)
+        for leaf, boxes, parts in zip(plan.target.leaves, plan.boxes, buffers, strict=True)
+    ]
+    return plan.target.build(values)
+
+
+def _open_stores(plan: ReadPlan, context: ts.Context, deadline: Deadline) -> list[Any]:
+    """One TensorStore for each leaf that has something to read; all are opened at once."""
+    opening = [
+        ts.open(_spec(leaf, sources, plan.shares), context=context, read=True, open=True)
+        if sources.sources
+        else None
+        for leaf, sources in zip(plan.target.leaves, plan.leaves, strict=True)
+    ]
+    return [
+        future and _result(future, leaf.leaf.name, deadline)
+        for leaf, future in zip(plan.target.leaves, opening, strict=True)
+    ]
+
+
+def _spec(leaf: TargetLeaf, plan: LeafPlan, shares: Sequence[ShareContents]) -> dict[str, Any]:
+    """The leaf's array: the share that gives most chunks below, other chunks laid over it."""
+    count = collections.Counter(plan.sources.values())
+    base = count.most_common(1)[0][0]
+    folder = f"{leaf.leaf.name}/"
+    layers: list[dict[str, Any]] = [{"base": state_kvstore(shares[base].place, folder)}]
+    for chunk, share in plan.sources.items():
+        if share != base:
+            key = "/".join(["c", *map(str, chunk)])
+            layers.append({"base": state_kvstore(shares[share].place, folder + key), "exact": key})
+    kvstore = layers[0]["base"] if len(layers) == 1 else {"driver": "kvstack", "layers": layers}
+    # Without the last line a chunk that is not there reads as zeros.
+    return {"driver": "zarr3", "kvstore": kvstore, "fill_missing_data_reads": False}
+
+
+def _reading(store: Any, box: Box, buffer: np.ndarray[Any, Any]) -> Any:
+    part = store[tuple(slice(start, stop) for start, stop in box)] if box else store
+    if box:
+        part = part.translate_to[(0,) * len(box)]
+    return ts.array(buffer).write(part)
+
+
+class _Window:
+    """Reads on the way, in order, no more than so many bytes at once."""
+
+    def __init__(self, limit_bytes: int, deadline: Deadline) -> None:
+        self._limit_bytes = limit_bytes
+        self._deadline = deadline
+        self._reads: collections.deque[tuple[str, int, Any]] = collections.deque()
+        self._bytes = 0
+
+    def add(self, name: str, size_bytes: int, read: Any) -> None:
+        self._reads.append((name, size_bytes, read))
+        self._bytes += size_bytes
+        while self._bytes > self._limit_bytes and len(self._reads) > 1:
+            self._take()
+
+    def finish(self) -> None:
+        while self._reads:
+            self._take()
+
+    def _take(self) -> None:
+        name, size_bytes, read = self._reads.popleft()
+        _result(read, name, self._deadline)
+        self._bytes -= size_bytes
+
+
+def _result(future: Any, name: str, deadline: Deadline) -> Any:
+    try:
+        return future.result(timeout=max(deadline.remaining(), 0.001))
+    except TimeoutError as error:
+        raise WaitTimeoutError(
+            f"the data of leaf {name!r}", seconds=deadline.seconds, missing=[name]
+        ) from error
+    except ValueError as error:
+        raise ShareError(f"leaf {name!r} cannot be read: {error}", place=name) from error
+
+
+def _value(
+    plan: ReadPlan,
+    leaf: TargetLeaf,
+    boxes: Mapping[Box, list[jax.Device | None]],
+    parts: Mapping[Box, np.ndarray[Any, Any]],
+) -> Any:
+    if leaf.make == "string":
+        return plan.shares[0].strings[leaf.leaf.name]
+    if leaf.make in ("array", "key"):
+        return _on_devices(leaf, boxes, parts)
+    (whole,) = parts.values()
+    if leaf.make == "numpy":
+        return whole
+    return whole[()] if leaf.make == "numpy_scalar" else whole.item()
+
+
+def _on_devices(leaf: TargetLeaf, boxes: Any, parts: Any) -> jax.Array:
+    assert leaf.sharding is not None
+    pieces = [
+        jax.device_put(parts[box], device) for box, devices in boxes.items() for device in devices
+    ]
+    array: jax.Array = jax.make_array_from_single_device_arrays(
+        leaf.leaf.shape, leaf.sharding, pieces, dtype=leaf.dtype
+    )
+    if leaf.make == "key":
+        array = jax.random.wrap_key_data(array, impl=leaf.key_implementation)
+    return array

@@ -1,0 +1,64 @@
+"""What to read from where: plans over plain values. Pure: no disk, clock, thread or device."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+__all__ = [
+    "Box",
+    "Chunk",
+    "LeafPlan",
+    "box_shape",
+    "chunks_touching",
+    "plan_leaf",
+]
+
+Chunk = tuple[int, ...]
+Box = tuple[tuple[int, int], ...]  # (start, stop) of each dimension
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LeafPlan:
+    """Where the chunks of one leaf come from.
+
+    Attributes:
+        sources: position of the share that each chunk is read from, by chunk.
+        missing: chunks that no share holds.
+    """
+
+    sources: Mapping[Chunk, int]
+    missing: tuple[Chunk, ...]
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """The extent of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def chunks_touching(box: Box, chunk_shape: Sequence[int]) -> Iterator[Chunk]:
+    """Positions of the chunks that a box needs; none for an empty box."""
+    ranges = [
+        range(start // size, -(-stop // size)) if stop > start and size else range(0)
+        for (start, stop), size in zip(box, chunk_shape, strict=True)
+    ]
+    return itertools.product(*ranges)
+
+
+def plan_leaf(
+    boxes: Iterable[Box], chunk_shape: Sequence[int], holders: Sequence[frozenset[Chunk]]
+) -> LeafPlan:
+    """Picks a share for every chunk that the boxes touch: the first that holds it.
+
+    Args:
+        boxes: what is needed, in elements.
+        chunk_shape: elements of a chunk along each dimension.
+        holders: the chunks of each share, the preferred share first.
+    """
+    needed = {chunk for box in boxes for chunk in chunks_touching(box, chunk_shape)}
+    sources: dict[Chunk, int] = {}
+    for position, held in enumerate(holders):
+        for chunk in needed & held:
+            sources.setdefault(chunk, position)
+    return LeafPlan(sources=sources, missing=tuple(sorted(needed - sources.keys())))

@@ -1,0 +1,287 @@
+"""The background thread that writes shares, commits them, and watches what becomes of them.
+
+The training thread only hands over a snapshot. All processes save the same steps in the same order,
+so their threads can agree with each other: first that everybody has the same step, then that
+everybody has written its share. Only then does each rename its own into place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import queue
+import shutil
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mtcheckpoint import _events
+from mtcheckpoint._clock import POLL_SECONDS, Deadline, wait_for
+from mtcheckpoint._coordination import Coordinator
+from mtcheckpoint._orbax import ShareWriter
+from mtcheckpoint._shares.identity import EXTRAS_FILE, IDENTITY_FILE, Identity, identity_to_json
+from mtcheckpoint._shares.volume import STAGING_FOLDER, CommittedSteps, size_bytes
+from mtcheckpoint._snapshot import Snapshot
+from mtcheckpoint.errors import (
+    CoordinationError,
+    ReplicatorFailedError,
+    SaveError,
+    WaitTimeoutError,
+)
+
+__all__ = ["SaveRequest", "Saver"]
+
+_LOG = logging.getLogger("mtcheckpoint.saver")
+_IDLE_POLL_SECONDS = 0.2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SaveRequest:
+    """What the training thread hands over."""
+
+    step: int
+    snapshot: Snapshot
+    extras: Any
+    custom_metadata: Mapping[str, Any] | None
+
+
+class Saver:
+    """Writes and commits one share at a time, in a thread of its own."""
+
+    def __init__(
+        self,
+        *,
+        steps: CommittedSteps,
+        open_writer: Callable[[Path], ShareWriter],
+        coordinator: Coordinator,
+        identity: Identity,
+        commit_not_before: float,
+        timeout_secs: float,
+        check_replicator: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            steps: the committed steps of this volume, and who takes or deletes them.
+            open_writer: makes the writer for a staging folder.
+            coordinator: agreement with the threads of the other processes.
+            identity: who this process is; step and id are filled in at each save.
+            commit_not_before: on the monotonic clock: a step that appears while the replicator is
+                still tidying up after the restore is missed.
+            timeout_secs: limit of each wait for the others.
+            check_replicator: raises `ReplicatorFailedError` when the replicator has stopped.
+        """
+        self._steps = steps
+        self._staging = steps.volume / STAGING_FOLDER
+        self._open_writer = open_writer
+        self._coordinator = coordinator
+        self._identity = identity
+        self._commit_not_before = commit_not_before
+        self._timeout_secs = timeout_secs
+        self._check_replicator = check_replicator
+        self._fault: str | None = None
+        self._requests: queue.Queue[SaveRequest | None] = queue.Queue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._errors: list[SaveError] = []
+        self._failed: list[int] = []
+        self._writer: ShareWriter | None = None
+        self._thread = threading.Thread(target=self._run, name="mtcheckpoint-saver", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """True from the hand-over until the step is committed, or has failed."""
+        return not self._idle.is_set()
+
+    @property
+    def committed(self) -> int | None:
+        """The newest step that was committed."""
+        return self._steps.newest
+
+    @property
+    def failed(self) -> tuple[int, ...]:
+        """The steps whose saves failed, in order."""
+        return tuple(self._failed)
+
+    def start(self, request: SaveRequest) -> None:
+        """Hands over a save; the one before must be finished."""
+        assert self._idle.is_set(), "one snapshot at a time: memory for two is not there"
+        self._idle.clear()
+        self._requests.put(request)
+
+    def wait(self, timeout_secs: float) -> None:
+        """Waits until no save is in progress.
+
+        Raises:
+            WaitTimeoutError: it still was when the time had passed.
+        """
+        if not self._idle.wait(timeout_secs):
+            raise WaitTimeoutError(
+                "the save in progress",
+                seconds=timeout_secs,
+                missing=self._coordinator.names([self._coordinator.process]),
+                hint="The log says which part of it has not finished",
+            )
+
+    def take_errors(self) -> list[SaveError]:
+        """The errors since the last call, oldest first."""
+        errors, self._errors = self._errors, []
+        return errors
+
+    def close(self) -> None:
+        """Finishes what was handed over, and ends the thread."""
+        self._requests.put(None)
+        self._thread.join(self._timeout_secs)
+        shutil.rmtree(self._staging, ignore_errors=True)
+
+    # Everything below runs in the thread.
+
+    def _run(self) -> None:
+        while True:
+            try:
+                request = self._requests.get(
+                    timeout=POLL_SECONDS if self._steps.pending else _IDLE_POLL_SECONDS
+                )
+            except queue.Empty:
+                self._watch()
+                continue
+            if request is None:
+                break
+            self._save(request)
+            self._idle.set()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _watch(self) -> None:
+        """Looks at the volume, and tells the deciding process when there is something new."""
+        news = self._steps.look()
+        try:
+            self._check_replicator()
+        except ReplicatorFailedError as error:
+            news = news or self._fault is None
+            self._fault = str(error)
+        if news:
+            self._report()
+
+    def _report(self) -> None:
+        try:
+            report = self._steps.report() | {"fault": self._fault}
+            self._coordinator.announce("report", report)
+        except (CoordinationError, OSError) as error:
+            # The deciding process hears nothing, so nothing more is saved: training goes on.
+            _LOG.warning("cannot report to the deciding process: %s", error)
+
+    def _save(self, request: SaveRequest) -> None:
+        begun = time.monotonic()
+        try:
+            size = self._write_and_commit(request)
+        except Exception as error:
+            self._discard()
+            self._failed.append(request.step)
+            self._errors.append(self._translated(request.step, error))
+            _events.happened("save/failed", step=request.step, error=type(error).__name__)
+        else:
+            seconds = time.monotonic() - begun
+            _events.happened("save/committed", step=request.step, bytes=size, seconds=seconds)
+        self._steps.finished(request.step)
+        self._report()
+
+    def _write_and_commit(self, request: SaveRequest) -> int:
+        save_id, extras = self._agree_on(request)
+        share = self._coordinator.agree(
+            f"save of step {request.step}",
+            lambda: self._write(request, save_id, extras),
+            timeout_secs=self._timeout_secs,
+        )
+        size = size_bytes(share)
+        self._hold_first_commit()
+        self._steps.commit(share, request.step, size)
+        if self._writer is not None:
+            self._writer.forget()
+        return size
+
+    def _agree_on(self, request: SaveRequest) -> tuple[str, list[Any]]:
+        """The save's id and everybody's extras; all processes must be saving the same step."""
+        told = self._coordinator.gather(
+            "save/begin",
+            [request.step, uuid.uuid4().hex, request.extras],
+            timeout_secs=self._timeout_secs,
+        )
+        steps = [step for step, _, _ in told]
+        if len(set(steps)) > 1:
+            raise SaveError(
+                f"the processes save different steps: {dict(enumerate(steps))}. Call save with the"
+                " same steps on every process",
+                step=request.step,
+                processes=[p for p, step in enumerate(steps) if step != steps[0]],
+            )
+        return told[0][1], [extras for _, _, extras in told]
+
+    def _write(self, request: SaveRequest, save_id: str, extras: list[Any]) -> Path:
+        if self._writer is None:
+            self._writer = self._open_writer(self._staging)
+        self._staging.mkdir(exist_ok=True)
+        share = self._writer.write(request.step, request.snapshot.tree, request.custom_metadata)
+        identity = dataclasses.replace(
+            self._identity,
+            step=request.step,
+            save_id=save_id,
+            kinds=request.snapshot.kinds,
+        )
+        _write_text(share / IDENTITY_FILE, identity_to_json(identity))
+        _write_text(share / EXTRAS_FILE, json.dumps(extras))
+        return share
+
+    def _hold_first_commit(self) -> None:
+        if self._steps.newest is None:
+            settled = Deadline.after(max(0.0, self._commit_not_before - time.monotonic()))
+            wait_for(
+                lambda: settled.passed() or None, Deadline.after(60.0), "the replicator to settle"
+            )
+
+    def _discard(self) -> None:
+        shutil.rmtree(self._staging, ignore_errors=True)
+        if self._writer is not None:
+            self._writer.forget()
+
+    def _translated(self, step: int, error: Exception) -> SaveError:
+        if isinstance(error, SaveError):
+            return error
+        own = self._coordinator.process
+        failed = error.processes if isinstance(error, CoordinationError) else (own,)
+        notes = " ".join(getattr(error, "__notes__", ()))
+        translated = SaveError(
+            f"step {step} was not saved: {_said(error)}{self._space(error)} {notes}".rstrip()
+            + ". The step before it is still the newest",
+            step=step,
+            processes=failed,
+        )
+        translated.__cause__ = error
+        return translated
+
+    def _space(self, error: Exception) -> str:
+        """For a volume that is full: what was needed and what there is."""
+        if "ENOSPC" not in str(error) and "No space left" not in "".join(
+            traceback.format_exception(error)
+        ):
+            return ""
+        report = self._steps.report()
+        needed = report["share_bytes"] or "unknown"
+        return (
+            f" ({self._steps.volume} is full: a share needs {needed} bytes, {report['free_bytes']}"
+            " are free)"
+        )
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,121 @@
+"""Where a share can lie: this node's volume, a peer's volume, a backup. One contract for all.
+
+A place gives whole small files to read, and a TensorStore key-value spec for the arrays. It tells
+"not there" (None) from "cannot be read" (`TierUnreadableError`), always.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, Protocol
+
+from mtcheckpoint.errors import TierUnreadableError
+
+__all__ = ["LocalPlace", "PeerPlace", "Place", "Tier", "farthest"]
+
+Tier = Literal["local", "peer", "backup"]
+_ORDER: tuple[Tier, ...] = ("local", "peer", "backup")
+
+
+def farthest(tiers: list[Tier]) -> Tier:
+    """The tier farthest from this node among `tiers`."""
+    return max(tiers, key=_ORDER.index)
+
+
+class Place(Protocol):
+    """One share, wherever it lies."""
+
+    @property
+    def tier(self) -> Tier:
+        """How far away it is."""
+
+    @property
+    def name(self) -> str:
+        """For people: a path or URL, never with a token."""
+
+    def read(self, file: str) -> bytes | None:
+        """A whole small file of the share; None when the share has no such file.
+
+        Raises:
+            TierUnreadableError: the place could not be read.
+        """
+
+    def kvstore(self, folder: str) -> dict[str, Any]:
+        """TensorStore's spec of a folder of the share. May hold a token: never log it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LocalPlace:
+    """A directory that this process can open."""
+
+    path: Path
+    tier: Tier = "local"
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    def read(self, file: str) -> bytes | None:
+        try:
+            return (self.path / file).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise TierUnreadableError(
+                f"cannot read {self.path / file}: {error}", place=self.name
+            ) from error
+
+    def kvstore(self, folder: str) -> dict[str, Any]:
+        return {"driver": "file", "path": f"{self.path / PurePosixPath(folder)}/"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PeerPlace:
+    """A share in another node's volume, served by `peers.ShareServer`."""
+
+    url: str
+    token: str = dataclasses.field(repr=False)
+    timeout_secs: float = 60.0
+
+    @property
+    def tier(self) -> Tier:
+        return "peer"
+
+    @property
+    def name(self) -> str:
+        return self.url
+
+    def read(self, file: str) -> bytes | None:
+        request = urllib.request.Request(
+            f"{self.url}/{urllib.parse.quote(file)}", headers={"Authorization": self._bearer()}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout_secs) as answer:
+                return bytes(answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                if error.code == 404:
+                    return None
+                raise TierUnreadableError(
+                    f"peer {self.url} answered {error.code} for {file}", place=self.name
+                ) from error
+        except (OSError, TimeoutError) as error:
+            raise TierUnreadableError(
+                f"peer {self.url} cannot be reached: {error}", place=self.name
+            ) from error
+
+    def kvstore(self, folder: str) -> dict[str, Any]:
+        split = urllib.parse.urlsplit(self.url)
+        return {
+            "driver": "http",
+            "base_url": f"{split.scheme}://{split.netloc}",
+            "path": f"{split.path}/{folder}/",
+            "headers": [f"Authorization: {self._bearer()}"],
+        }
+
+    def _bearer(self) -> str:
+        return f"Bearer {self.token}"

@@ -1,0 +1,450 @@
+"""The manager that a training loop holds: decides, snapshots, saves in the background, restores."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+from etils import epath
+from jax.experimental import multihost_utils
+
+from mtcheckpoint import _jax, _orbax, _start, _topology
+from mtcheckpoint._coordination import job_coordinator
+from mtcheckpoint._decider import Decider, Decision, policy_of
+from mtcheckpoint._handshake.client import ReplicatorWatch
+from mtcheckpoint._restorer import PassedOver, RestoredState, Restorer
+from mtcheckpoint._saver import Saver, SaveRequest
+from mtcheckpoint._shares.identity import Identity, encode_extras
+from mtcheckpoint._shares.peers import address_towards
+from mtcheckpoint._shares.volume import KeptSteps, ReplicatedSteps
+from mtcheckpoint._snapshot import take_snapshot
+from mtcheckpoint.config import CheckpointConfig
+from mtcheckpoint.errors import ConfigError, ReplicatorFailedError, SaveError, StepNotFoundError
+
+__all__ = ["ReplicatedCheckpointManager"]
+
+_LOG = logging.getLogger("mtcheckpoint")
+
+# The replicator watches for new steps only after it has mounted its peers and tidied up.
+_SETTLE_SECONDS = 1.0
+
+
+class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ignore[misc]
+    """Keeps the newest state of a job in the memory of its cluster.
+
+    Every method is called on all processes of the job, in the same order, as a JAX program does. A
+    context manager: leaving it waits for the save in progress and raises what went wrong.
+
+    The handshake with the replicator happens on the first call that needs it, on all processes.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, *, mesh: jax.sharding.Mesh, policy: Any = None
+    ) -> None:
+        """
+        Args:
+            config: the flags; multi-tier checkpointing must be on.
+            mesh: the mesh of the job.
+            policy: when to save, instead of what the flags say: any of Orbax's
+                `SaveDecisionPolicy` objects. It is asked on process 0 only.
+
+        Raises:
+            ConfigError: multi-tier checkpointing is off, or the policy is none.
+            TopologyError: nodes, slices and replicas do not fit each other.
+            CoordinationError: the processes have different configurations.
+        """
+        if not (config.enable_checkpointing and config.enable_multi_tier_checkpointing):
+            raise ConfigError(
+                "ReplicatedCheckpointManager needs enable_checkpointing and"
+                " enable_multi_tier_checkpointing; create_checkpoint_manager picks the manager that"
+                " the flags ask for",
+                fields=["enable_checkpointing", "enable_multi_tier_checkpointing"],
+            )
+        if policy is not None and not _is_policy(policy):
+            raise ConfigError(
+                f"policy should be one of Orbax's SaveDecisionPolicy objects, found"
+                f" {type(policy).__name__}",
+                fields=["policy"],
+            )
+        self._config = config
+        self._mesh = mesh
+        self._volume = Path(config.local_checkpoint_directory)
+        self._topology = _topology.from_jax(config, _jax.node_ranks_by_process)
+        self._coordinator = job_coordinator("manager", timeout_secs=config.timeout_secs)
+        self._restorer = Restorer(
+            self._coordinator,
+            mesh=mesh,
+            address=address_towards(_jax.coordinator_address()),
+            concurrent_bytes=config.checkpoint_storage_concurrent_gb << 30,
+            timeout_secs=config.timeout_secs,
+        )
+        self._beginning: _start.Beginning | None = None
+        self._watch: ReplicatorWatch | None = None
+        self._saver: Saver | None = None
+        self._decider = Decider(
+            self._coordinator,
+            policy_of(config, policy),
+            save_on_start=config.save_checkpoint_on_start,
+        )
+        self._restored_step: int | None = None
+        self._steps: list[int] = []
+        self._saving: int | None = None
+        self._failures_raised = 0
+        self._failures_in_a_row = 0
+        self._closed = False
+
+    # Restoring.
+
+    def restore_latest(self, abstract_state: Any = None) -> RestoredState | None:
+        """Restores the newest step that is whole, from memory or else from the backup.
+
+        Args:
+            abstract_state: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays; None for
+                the state as it was saved.
+
+        Returns:
+            The restored state, the same step on all processes. None only when every tier was read
+            and holds nothing for this job.
+
+        Raises:
+            RestoreError: there is something, and nothing of it could be restored.
+            StructureMismatchError: `abstract_state` differs from what was saved.
+            TierUnreadableError: a tier could not be read.
+            HandshakeError: the replicator failed.
+            WaitTimeoutError: a process, the replicator or a tier did not answer in time.
+        """
+        return self._restore(abstract_state, None)
+
+    def restore(self, step: int | None = None, args: Any = None) -> Any:
+        """Restores a step, as Orbax's managers do.
+
+        Args:
+            step: the step; None for the newest one.
+            args: ``ocp.args.Composite(state=ocp.args.PyTreeRestore(...))``; None for the state as
+                it was saved.
+
+        Returns:
+            ``Composite(state=...)``.
+
+        Raises:
+            StepNotFoundError: the step is nowhere, or there is none at all.
+        """
+        restored = self._restore(_orbax.restore_request(args), step)
+        if restored is None:
+            available = self.all_steps()
+            wanted = f"step {step}" if step is not None else "any step"
+            raise StepNotFoundError(
+                f"{wanted} of job {self._config.run_name!r} is neither in {self._volume} nor in"
+                f" {self._config.backup_root or 'a backup (no backup_root)'}; there are:"
+                f" {list(available) or 'none'}",
+                step=step if step is not None else -1,
+                available=available,
+            )
+        return _orbax.composite_result(restored.state)
+
+    def _restore(self, request: Any, step: int | None) -> RestoredState | None:
+        self.wait_until_finished()
+        beginning = self._begin()
+        found = _start.candidates(beginning, self._config, self._topology, self._coordinator, step)
+        restored = self._restorer.restore(found, request, beginning.seconds)
+        if restored is not None:
+            self._restored_step = restored.step
+            self._steps = [s for s in self._steps if s < restored.step]
+            self._decider.resume_after(restored.step)
+        return restored
+
+    # Saving.
+
+    def save(
+        self,
+        step: int,
+        state: Any = None,
+        *,
+        args: Any = None,
+        extras: Mapping[str, Any] | None = None,
+        force: bool = False,
+        custom_metadata: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Starts a save when it is time for one, and returns at once.
+
+        The state may be donated or overwritten as soon as this returns. A step that is saved
+        already is not saved again.
+
+        Args:
+            step: the step that `state` is of.
+            state: the state: a tree of arrays.
+            args: instead of `state`: ``ocp.args.Composite(state=ocp.args.PyTreeSave(state))``.
+            extras: what else this process needs to resume, such as the state of its data iterator:
+                numbers, strings, bytes, lists and mappings. Kept small: every node keeps all.
+            force: save now, whatever the policy says; waits for the save in progress.
+            custom_metadata: goes into Orbax's metadata of the step.
+
+        Returns:
+            True when a save was started: the same answer on all processes.
+
+        Raises:
+            SaveError: an earlier save failed, here or elsewhere.
+            ReplicatorFailedError: the replicator has stopped.
+            WaitTimeoutError: the process that decides, or the save in progress, took too long.
+        """
+        tree = _orbax.state_to_save(args) if args is not None else state
+        if tree is None:
+            raise ValueError("save needs a state, or args=Composite(state=PyTreeSave(state))")
+        self._check_open()
+        if not force and not self._agreed_to_save(step):
+            return False
+        self.wait_until_finished()
+        if self._steps and self._steps[-1] == step:
+            return False
+        self._started(step)
+        snapshot = take_snapshot(tree, self._mesh)
+        request = SaveRequest(
+            step=step,
+            snapshot=snapshot,
+            extras=encode_extras(extras),
+            custom_metadata=custom_metadata,
+        )
+        self._the_saver().start(request)
+        return True
+
+    def should_save(self, step: int) -> bool:
+        """Whether `save` would start a save of this step: the same answer on all processes."""
+        return self.reached_preemption(step) or self._decision(step).save
+
+    def reached_preemption(self, step: int) -> bool:
+        """True at the step at which all processes stop for a preemption.
+
+        Always False without ``enable_autocheckpoint``.
+        """
+        if not self._config.enable_autocheckpoint or jax.process_count() == 1:
+            return False
+        return bool(multihost_utils.reached_preemption_sync_point(step))
+
+    def is_saving_in_progress(self) -> bool:
+        """True from `save` until the step is committed on all processes."""
+        return self._saver is not None and self._saver.busy
+
+    def wait_until_finished(self) -> None:
+        """Waits until no save is in progress.
+
+        Raises:
+            SaveError: it failed, here or elsewhere.
+            WaitTimeoutError: it took longer than ``timeout_secs``.
+        """
+        self._finish_save()
+        self.check_for_errors()
+
+    def check_for_errors(self) -> None:
+        """Raises what went wrong in the background since the last call.
+
+        Raises:
+            SaveError: a save failed. Under ``on_save_error="warn"``: more saves in a row failed
+                than ``save_error_budget``.
+            ReplicatorFailedError: the replicator has stopped.
+        """
+        if self._watch is not None:
+            self._watch.check()
+        self._note_finished()
+        for error in self._saver.take_errors() if self._saver is not None else ():
+            self._failed(error)
+
+    # What is there.
+
+    @property
+    def directory(self) -> epath.Path:
+        """The RAM disk."""
+        return epath.Path(self._volume)
+
+    def all_steps(self, read: bool = False) -> Sequence[int]:
+        """Steps that can be restored or were saved in this run, oldest first.
+
+        Args:
+            read: list the tiers again.
+        """
+        beginning = self._begin()
+        if self._steps and not read:
+            return tuple(self._steps)
+        found = _start.candidates(beginning, self._config, self._topology, self._coordinator)
+        restorable = {c.step for c in found if not isinstance(c, PassedOver) and c.step >= 0}
+        return tuple(sorted(restorable | set(self._steps)))
+
+    def latest_step(self) -> int | None:
+        """The newest step that was committed in this run, else the newest that can be restored."""
+        self._note_finished()
+        if self._steps:
+            return self._steps[-1]
+        if self._restored_step is not None:
+            return self._restored_step
+        return max(self.all_steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """Not available: a replicator keeps the newest step."""
+        raise NotImplementedError("best_step: a replicator keeps the newest step only")
+
+    def reload(self) -> None:
+        """Does nothing: what was saved is on record, and tiers are listed when asked for."""
+
+    def delete(self, step: int) -> None:
+        """Not available: with a replicator, committed steps belong to the replicator."""
+        raise NotImplementedError(f"step {step}: committed steps belong to the replicator")
+
+    def item_metadata(self, step: int) -> Any:
+        """Not available."""
+        raise NotImplementedError(f"item_metadata of step {step}")
+
+    def metadata(self, step: int | None = None) -> Any:
+        """Not available."""
+        raise NotImplementedError(f"metadata of step {step}")
+
+    def metrics(self, step: int) -> Any:
+        """Not available."""
+        raise NotImplementedError(f"metrics of step {step}")
+
+    # Ending.
+
+    def close(self) -> None:
+        """Waits for the save in progress, ends the background thread, raises what went wrong."""
+        if self._closed:
+            return
+        try:
+            self.wait_until_finished()
+        finally:
+            self._closed = True
+            if self._saver is not None:
+                self._saver.close()
+
+    def __enter__(self) -> ReplicatedCheckpointManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception:  # the error that ended the loop says more
+            _LOG.exception("while closing after %s", type(error).__name__)
+
+    # Parts that come to life when they are needed.
+
+    def _begin(self) -> _start.Beginning:
+        if self._beginning is None:
+            self._beginning = _start.begin(self._config, self._topology, self._coordinator)
+            if self._config.enable_replicator:
+                self._watch = ReplicatorWatch(self._volume, seen_errors=self._beginning.errors)
+        return self._beginning
+
+    def _the_saver(self) -> Saver:
+        if self._saver is None:
+            self._saver = self._open_saver(self._begin())
+        return self._saver
+
+    def _open_saver(self, beginning: _start.Beginning) -> Saver:
+        config, topology = self._config, self._topology
+        keep = config.max_num_checkpoints_to_keep or 1
+        return Saver(
+            steps=(
+                ReplicatedSteps(self._volume)
+                if config.enable_replicator
+                else KeptSteps(self._volume, job=config.run_name, keep=keep)
+            ),
+            open_writer=self._open_writer,
+            coordinator=self._coordinator,
+            identity=Identity(
+                job=config.run_name,
+                step=0,
+                save_id="",
+                node_rank=topology.node_rank,
+                nodes=topology.nodes,
+            ),
+            commit_not_before=beginning.finished_at
+            + (_SETTLE_SECONDS if config.enable_replicator else 0.0),
+            timeout_secs=config.timeout_secs,
+            check_replicator=self._watch.check if self._watch is not None else lambda: None,
+        )
+
+    def _open_writer(self, staging: Path) -> _orbax.ShareWriter:
+        return _orbax.ShareWriter(
+            staging,
+            mesh=self._mesh,
+            device_ids_by_rank=_device_ids_by_rank(self._topology.node_ranks),
+            concurrent_gb=self._config.checkpoint_storage_concurrent_gb,
+            data_file_size_bytes=self._config.checkpoint_storage_target_data_file_size_bytes,
+        )
+
+    # Deciding, and the record of what was saved.
+
+    def _agreed_to_save(self, step: int) -> bool:
+        if self.reached_preemption(step):
+            return True
+        decision = self._decision(step)
+        if decision.faults:
+            self._raise_faults(decision.faults)
+        if decision.failed_saves > self._failures_raised:
+            # All processes hear of it at the same step, so that all raise or none.
+            self.wait_until_finished()
+        return decision.save
+
+    def _decision(self, step: int) -> Decision:
+        self._begin()
+        failed = self._saver.failed if self._saver is not None else ()
+        return self._decider.decide(step, failed=failed)
+
+    def _raise_faults(self, faults: Mapping[str, str]) -> None:
+        if self._watch is not None:
+            self._watch.check()
+        names = self._coordinator.names(map(int, faults))
+        listed = "; ".join(f"{n}: {text}" for n, text in zip(names, faults.values(), strict=True))
+        raise ReplicatorFailedError(
+            f"the replicator has stopped on other nodes: {listed}", text=listed
+        )
+
+    def _started(self, step: int) -> None:
+        self._steps = [s for s in self._steps if s < step]
+        self._saving = step
+        self._decider.started(step)
+
+    def _finish_save(self) -> None:
+        if self._saver is not None:
+            self._saver.wait(self._config.timeout_secs)
+            self._note_finished()
+
+    def _note_finished(self) -> None:
+        if self._saving is None or self._saver is None or self._saver.busy:
+            return
+        if self._saver.committed == self._saving:
+            self._steps.append(self._saving)
+            self._failures_in_a_row = 0
+        self._saving = None
+
+    def _failed(self, error: SaveError) -> None:
+        self._failures_raised += 1
+        self._failures_in_a_row += 1
+        allowed = self._config.save_error_budget if self._config.on_save_error == "warn" else 0
+        if self._failures_in_a_row > allowed:
+            raise error
+        _LOG.warning("%d of %d failures in a row: %s", self._failures_in_a_row, allowed, error)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this manager is closed")
+
+
+def _is_policy(policy: Any) -> bool:
+    return hasattr(policy, "wants") or _orbax.is_save_decision_policy(policy)
+
+
+def _device_ids_by_rank(node_ranks: Sequence[int]) -> list[list[int]]:
+    ids: list[list[int]] = [[] for _ in node_ranks]
+    for device in jax.devices():
+        ids[node_ranks[device.process_index]].append(device.id)
+    return ids
