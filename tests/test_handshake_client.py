@@ -89,7 +89,7 @@ def append(path: Path, text: str) -> None:
 
 
 def test_a_first_start_with_errors_of_no_checkpoints_is_no_fault(
-    volume: Path, clock: StepClock
+    volume: Path, clock: StepClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     def first_start(volume: Path) -> None:
         append(volume / ERRORS_FILE, "ERROR: no valid checkpoints\n")
@@ -100,6 +100,7 @@ def test_a_first_start_with_errors_of_no_checkpoints_is_no_fault(
     result = handshake(volume, clock)
     assert (result.step, result.share, result.restore_backup) == (None, None, None)
     assert result.errors == "ERROR: no valid checkpoints\n"
+    assert [record for record in caplog.records if record.levelno > logging.INFO] == []
     assert (volume / ERRORS_FILE).exists()
     assert (volume / NOTHING).exists()
     assert not list(volume.glob("replicator.yaml*"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -176,6 +177,14 @@ def test_a_stale_file_is_found_out_before_jax_would_abort(volume: Path) -> None:
     assert address in output
     assert "jax-init-info.txt" in output
     assert "left from an earlier run" in output
+
+
+def test_process_0_is_ended_by_jax_when_others_never_come(volume: Path) -> None:
+    """What the docstring of `initialize` warns of; JAX's own way, in bounded time."""
+    write_info(volume, f"0\n127.0.0.1:{free_port()}\n")
+    process = start(volume, timeout_secs=1, JAX_NUM_PROCESSES="2")
+    output, _ = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == -signal.SIGABRT, output
 
 
 def test_a_coordinator_whose_port_is_taken(volume: Path) -> None:

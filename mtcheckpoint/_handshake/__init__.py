@@ -1,1 +1,1 @@
-"""The client side of the replicator's protocol: names, states, and the driver that meets the disk."""
+"""The client's side of the replicator's protocol: names, states, and the driver at the disk."""

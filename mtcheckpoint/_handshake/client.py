@@ -221,7 +221,8 @@ class _Handshake:
         if verdict.event is Event.MARKER_BAD:
             raise _marker_error(self._volume, verdict, errors)
         if errors.strip():
-            _log.warning("%s: %s", self._volume / ERRORS_FILE, _quoted(errors))
+            level = logging.INFO if protocol.only_nothing_found(errors) else logging.WARNING
+            _log.log(level, "%s: %s", self._volume / ERRORS_FILE, _quoted(errors))
         return HandshakeResult(
             step=verdict.step,
             share=self._volume.resolve() / verdict.share if verdict.share else None,

@@ -29,6 +29,7 @@ __all__ = [
     "diagram",
     "event_of",
     "fresh_text",
+    "only_nothing_found",
     "read_markers",
 ]
 
@@ -247,6 +248,12 @@ def fresh_text(now: FileText | None, before: FileText | None) -> str | None:
     if before is not None and now.text.startswith(before.text):
         return now.text[len(before.text) :]
     return now.text
+
+
+def only_nothing_found(errors: str) -> bool:
+    """True when replicator.errors only says what it says at every first start."""
+    lines = [line for line in errors.splitlines() if line.strip()]
+    return all("no valid checkpoints" in line.lower() for line in lines)
 
 
 # Our job's marker in every spelling that is not today's: step and rank may be negative or no
