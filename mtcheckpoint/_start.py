@@ -1,4 +1,4 @@
-"""How a run begins: look at the volume, shake hands with the replicator, list what can be restored."""
+"""How a run begins: the volume, the handshake with the replicator, and what can be restored."""
 
 from __future__ import annotations
 
@@ -98,6 +98,36 @@ def _shake_hands(config: CheckpointConfig, topology: Topology, volume: Path) -> 
     )
 
 
+def _look_again(beginning: Beginning, config: CheckpointConfig, topology: Topology) -> Beginning:
+    volume = Path(config.local_checkpoint_directory)
+    if not config.enable_replicator:
+        return _take_stock(config, topology, volume)
+    ours = [
+        share
+        for meta in volume.glob("*.meta")
+        if (share := files.parse_share_name(meta.name, "meta")) is not None
+        and (share.job, share.node_rank) == (config.run_name, topology.node_rank)
+    ]
+    own = {share.step: data for share in ours if (data := _data_of(volume, share)) is not None}
+    return dataclasses.replace(
+        beginning,
+        own=own,
+        served={step: _shares_of(volume, config.run_name, step) for step in own},
+        arrived_from="local",
+        fault=None,
+    )
+
+
+def _data_of(volume: Path, share: files.ShareName) -> Path | None:
+    """The directory that a ``.meta`` names; None when one of the two is not there any more."""
+    try:
+        name = files.data_name((volume / share.meta).read_text(errors="replace").strip())
+    except FileNotFoundError:
+        return None
+    folder = volume / name
+    return folder if files.DATA_NAME.fullmatch(name) and folder.is_dir() else None
+
+
 def _shares_of(volume: Path, job: str, step: int) -> dict[str, Path]:
     """The data of one step in the volume: this node's, and copies of other nodes'."""
     found = {}
@@ -105,9 +135,9 @@ def _shares_of(volume: Path, job: str, step: int) -> dict[str, Path]:
         share = files.parse_share_name(meta.name, "meta")
         if share is None or (share.job, share.step) != (job, step):
             continue
-        data = files.data_name(meta.read_text(errors="replace").strip())
-        if files.DATA_NAME.fullmatch(data) and (volume / data).is_dir():
-            found[data] = volume / data
+        data = _data_of(volume, share)
+        if data is not None:
+            found[data.name] = data
     return found
 
 
@@ -117,6 +147,8 @@ def candidates(
     topology: Topology,
     coordinator: Coordinator,
     step: int | None = None,
+    *,
+    saved_since: bool = False,
 ) -> Iterator[Candidate | PassedOver]:
     """What can be restored, the best first; the same on all processes. Call on every process.
 
@@ -126,10 +158,13 @@ def candidates(
         topology: the nodes of the job.
         coordinator: agreement with the other processes.
         step: only this step; None for all.
+        saved_since: this run has saved steps since it began, so that the volumes hold others now.
 
     Raises:
         TierUnreadableError: the backup could not be read.
     """
+    if saved_since:
+        beginning = _look_again(beginning, config, topology)
     yield from _in_volumes(beginning, coordinator, step)
     if config.backup_root:
         yield from _in_backups(config, topology, coordinator, step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +16,7 @@ from mtcheckpoint import _jax, _orbax, _start, _topology
 from mtcheckpoint._coordination import job_coordinator
 from mtcheckpoint._decider import Decider, Decision, policy_of
 from mtcheckpoint._handshake.client import ReplicatorWatch
-from mtcheckpoint._restorer import PassedOver, RestoredState, Restorer
+from mtcheckpoint._restorer import Candidate, PassedOver, RestoredState, Restorer
 from mtcheckpoint._saver import Saver, SaveRequest
 from mtcheckpoint._shares.identity import Identity, encode_extras
 from mtcheckpoint._shares.peers import address_towards
@@ -149,7 +149,7 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
     def _restore(self, request: Any, step: int | None) -> RestoredState | None:
         self.wait_until_finished()
         beginning = self._begin()
-        found = _start.candidates(beginning, self._config, self._topology, self._coordinator, step)
+        found = self._candidates(step)
         restored = self._restorer.restore(found, request, beginning.seconds)
         if restored is not None:
             self._restored_step = restored.step
@@ -265,10 +265,10 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
         Args:
             read: list the tiers again.
         """
-        beginning = self._begin()
+        self._begin()
         if self._steps and not read:
             return tuple(self._steps)
-        found = _start.candidates(beginning, self._config, self._topology, self._coordinator)
+        found = self._candidates(None)
         restorable = {c.step for c in found if not isinstance(c, PassedOver) and c.step >= 0}
         return tuple(sorted(restorable | set(self._steps)))
 
@@ -342,6 +342,16 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
             if self._config.enable_replicator:
                 self._watch = ReplicatorWatch(self._volume, seen_errors=self._beginning.errors)
         return self._beginning
+
+    def _candidates(self, step: int | None) -> Iterator[Candidate | PassedOver]:
+        return _start.candidates(
+            self._begin(),
+            self._config,
+            self._topology,
+            self._coordinator,
+            step,
+            saved_since=bool(self._steps),
+        )
 
     def _the_saver(self) -> Saver:
         if self._saver is None:
