@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,16 @@ def end_without_a_result() -> None:
 def sleep_for_ever() -> None:
     while True:
         time.sleep(60)
+
+
+def leave_a_thread_behind() -> str:
+    threading.Thread(target=sleep_for_ever).start()
+    return "done"
+
+
+def crash_on_leaving() -> str:
+    atexit.register(os._exit, 3)
+    return "done"
 
 
 def count_until_told(stop: str) -> int:
@@ -150,6 +162,20 @@ def test_a_hang_shows_where_it_is() -> None:
     with group, pytest.raises(WaitTimeoutError, match="missing: process 0") as caught:
         group.wait(3)
     assert "in sleep_for_ever" in "".join(caught.value.__notes__)
+
+
+def test_a_thread_that_keeps_a_process_from_ending_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mtcheckpoint.testing._processes._SECONDS_TO_LEAVE", 1.0)
+    with pytest.raises(WaitTimeoutError, match="to end after their results") as caught:
+        mtt.run_processes(leave_a_thread_behind, 1, distributed=False)
+    assert "in sleep_for_ever" in "".join(caught.value.__notes__)
+
+
+def test_a_crash_after_the_result_is_noticed() -> None:
+    with pytest.raises(mtt.ProcessFailedError, match="result, but then ended with exit code 3"):
+        mtt.run_processes(crash_on_leaving, 1, distributed=False)
 
 
 def test_waiting_for_an_event_ends_when_the_process_does() -> None:

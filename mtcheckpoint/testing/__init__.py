@@ -7,12 +7,8 @@ memory as RAM disks, kill what you like, and check what comes back with `assert_
 from __future__ import annotations
 
 from mtcheckpoint.testing._directories import NodeDirectories, ram_disk
-from mtcheckpoint.testing._processes import (
-    Event,
-    ProcessFailedError,
-    ProcessGroup,
-    run_processes,
-)
+from mtcheckpoint.testing._process import Event, ProcessFailedError
+from mtcheckpoint.testing._processes import ProcessGroup, run_processes
 from mtcheckpoint.testing._reports import ChildProcess, report, this_process
 from mtcheckpoint.testing._states import abstract_state, assert_state, case_mesh, case_state
 

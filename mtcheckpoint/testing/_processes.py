@@ -10,60 +10,31 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
 from mtcheckpoint._clock import Deadline, wait_for
-from mtcheckpoint.errors import MtCheckpointError, WaitTimeoutError
+from mtcheckpoint.errors import WaitTimeoutError
+from mtcheckpoint.testing._process import Event, Process, ProcessFailedError
 from mtcheckpoint.testing._reports import PLACE_VARIABLE, ChildProcess
 
-__all__ = ["Event", "ProcessFailedError", "ProcessGroup", "Target", "run_processes"]
+__all__ = ["ProcessGroup", "Target", "run_processes"]
 
 Target = str | Callable[..., Any]
 
-_CHILD = Path(__file__).with_name("_child.py")
 _PACKAGE_ROOT = Path(__file__).parents[2]
 
 _SIGKILL = signal.SIGKILL  # `kill` has an argument of the module's name.
-_SHOWN_LINES = 40
 _SECONDS_TO_LEAVE = 10.0
 _SECONDS_TO_DUMP = 1.0
 
 # Below the range from which the kernel takes the ports of outgoing connections, so that none of
 # them takes the port between our look and its use.
 _PORTS = range(20_000, 32_000)
-
-
-class ProcessFailedError(MtCheckpointError, RuntimeError):
-    """A process of a group raised, or ended without a result.
-
-    Attributes:
-        rank: its place in the group.
-        output: the end of what it wrote to stdout and stderr.
-    """
-
-    def __init__(self, message: str, *, rank: int, output: str) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.output = output
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Event:
-    """One call of `mtcheckpoint.testing.report`."""
-
-    name: str
-    rank: int
-    fields: dict[str, Any]
-
-    def __getitem__(self, field: str) -> Any:
-        return self.fields[field]
 
 
 def run_processes(
@@ -154,33 +125,22 @@ class ProcessGroup:
         ids = list(process_ids) if process_ids is not None else list(range(n))
         if sorted(ids) != list(range(n)):
             raise ValueError(f"process_ids must be the numbers 0 to {n - 1} in some order: {ids}")
-        self._folder = Path(tempfile.mkdtemp(prefix="mtcheckpoint-processes-"))
-        self._killed: set[int] = set()
-        self._seen: dict[tuple[str, int], int] = {}
-        self._events: dict[int, list[Event]] = defaultdict(list)
-        self._read_bytes: dict[int, int] = defaultdict(int)
-        self._children: list[subprocess.Popen[str]] = []
-        address = f"127.0.0.1:{_free_port()}"
-        environment = _environment(devices, env or {})
         orders = {
             "target": _target_name(target),
             "args": list(args),
             "processes": n,
-            "coordinator": address,
+            "coordinator": f"127.0.0.1:{_free_port()}",
             "distributed": distributed,
             "parent_pid": os.getpid(),
             "package_root": str(_PACKAGE_ROOT),
         }
+        environment = _environment(devices, env or {})
+        self._folder = Path(tempfile.mkdtemp(prefix="mtcheckpoint-processes-"))
+        self._processes: list[Process] = []
+        self._seen: dict[tuple[str, int], int] = {}
         try:
-            for rank, process_id in enumerate(ids):
-                place = ChildProcess(
-                    rank=rank,
-                    process_id=process_id,
-                    processes=n,
-                    coordinator=address,
-                    events=str(self._file("events", rank)),
-                )
-                self._start(python or sys.executable, orders, place, environment)
+            for process_id in ids:
+                self._start({**orders, "process_id": process_id}, environment, python)
         except BaseException:
             self.close()
             raise
@@ -197,29 +157,26 @@ class ProcessGroup:
         self.close()
 
     def __len__(self) -> int:
-        return len(self._children)
+        return len(self._processes)
 
     # Watching.
 
     def wait(self, timeout_secs: float) -> list[Any]:
         """Waits until all have finished; the results in order of rank, None for killed ones.
 
+        Without a killed one, the processes then leave as they would by themselves, so that a
+        thread which keeps one from ending is noticed.
+
         Raises:
             ProcessFailedError: a process raised, or ended without a result.
             WaitTimeoutError: not all had finished in time; the message shows where they hang.
         """
-        deadline = Deadline.after(timeout_secs)
-        try:
-            wait_for(
-                self._all_finished,
-                deadline,
-                "the processes to finish",
-                missing=lambda: [f"process {rank}" for rank in self._unfinished()],
-            )
-        except WaitTimeoutError as late:
-            self._show_stacks(late)
-        results = [self._outcome(rank).get("value") for rank in range(len(self))]
-        self._let_go()
+        self._wait_for_each(
+            lambda process: process.finished(), "the processes to finish", timeout_secs
+        )
+        results = [process.outcome().get("value") for process in self._processes]
+        if not any(process.killed for process in self._processes):
+            self._let_go()
         return results
 
     def wait_for(
@@ -242,201 +199,171 @@ class ProcessGroup:
             ProcessFailedError: the process raised, or ended without the event.
             WaitTimeoutError: the event did not come; the message shows where the process hangs.
         """
-        ranks = range(len(self)) if rank is None else (rank,)
+        processes = self._processes if rank is None else [self._processes[rank]]
         try:
             return wait_for(
-                lambda: self._next_event(name, ranks, where or (lambda event: True)),
+                lambda: self._next_event(name, processes, where or (lambda event: True)),
                 Deadline.after(timeout_secs),
                 f"the event {name!r}",
-                missing=lambda: [f"process {rank}" for rank in ranks],
+                missing=lambda: [f"process {process.rank}" for process in processes],
             )
         except WaitTimeoutError as late:
-            self._show_stacks(late)
+            self._add_stacks(late)
+            raise
 
     def wait_for_all(self, name: str, *, timeout_secs: float = 60.0) -> list[Event]:
         """The next event called `name` of each process that was not killed, in order of rank."""
         deadline = Deadline.after(timeout_secs)
         return [
-            self.wait_for(name, rank=rank, timeout_secs=deadline.remaining())
-            for rank in range(len(self))
-            if rank not in self._killed
+            self.wait_for(name, rank=process.rank, timeout_secs=deadline.remaining())
+            for process in self._processes
+            if not process.killed
         ]
 
     def events(self, rank: int) -> list[Event]:
         """Everything that a process has reported so far."""
-        for line in self._new_lines(rank):
-            parsed = json.loads(line)
-            self._events[rank].append(Event(parsed["name"], rank, parsed["fields"]))
-        return list(self._events[rank])
+        return self._processes[rank].events()
 
     def output(self, rank: int) -> str:
         """What a process has written to stdout and stderr so far."""
-        return self._file("output", rank).read_text(encoding="utf-8", errors="replace")
+        return self._processes[rank].output()
 
     def poll(self) -> list[int | None]:
         """The exit code of each process; None while it runs, negative for a signal."""
-        return [child.poll() for child in self._children]
+        return [process.poll() for process in self._processes]
 
     def pid(self, rank: int) -> int:
-        """The process id that the operating system gave."""
-        return self._children[rank].pid
+        """The number that the operating system gave the process."""
+        return self._processes[rank].pid
 
     # Doing harm.
 
     def kill(self, rank: int, signal: int = _SIGKILL) -> None:
-        """Sends a signal to a process and its children; returns when SIGKILL has taken effect."""
-        self._killed.add(rank)
-        self._signal(rank, signal)
+        """Sends a signal to a process and its children; nothing is expected of it any more.
+
+        Returns when SIGKILL has taken effect; does not wait for other signals.
+        """
+        process = self._processes[rank]
+        process.killed = True
         if signal == _SIGKILL:
-            self._children[rank].wait()
+            process.kill()
+        else:
+            process.signal(signal)
 
     def stop(self, rank: int) -> None:
         """Freezes a process."""
-        self._signal(rank, signal.SIGSTOP)
+        self._processes[rank].signal(signal.SIGSTOP)
 
     def cont(self, rank: int) -> None:
         """Lets a frozen process go on."""
-        self._signal(rank, signal.SIGCONT)
+        self._processes[rank].signal(signal.SIGCONT)
 
     def close(self) -> None:
         """Kills what still runs and removes the outputs. May be called twice."""
-        for rank in range(len(self)):
-            self._signal(rank, signal.SIGKILL)
-        for child in self._children:
-            child.wait()
-            if child.stdin:
-                child.stdin.close()
+        for process in self._processes:
+            process.signal(signal.SIGKILL)
+        for process in self._processes:
+            process.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # Inside.
 
     def _start(
-        self, python: str, orders: dict[str, Any], place: ChildProcess, environment: dict[str, str]
+        self, orders: dict[str, Any], environment: dict[str, str], python: str | None
     ) -> None:
-        path = self._file("orders", place.rank)
-        result = str(self._file("result", place.rank))
-        path.write_text(json.dumps({**orders, "process_id": place.process_id, "result": result}))
-        with open(self._file("output", place.rank), "wb") as output:
-            child = subprocess.Popen(
-                [python, "-P", str(_CHILD), str(path)],
-                env={**environment, PLACE_VARIABLE: json.dumps(dataclasses.asdict(place))},
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                text=True,
-                # Its own process group, so that a signal reaches its children too.
-                start_new_session=True,
-            )
-        self._children.append(child)
+        rank = len(self._processes)
+        events = self._folder / f"events-{rank}"
+        place = ChildProcess(
+            rank=rank,
+            process_id=orders["process_id"],
+            processes=orders["processes"],
+            coordinator=orders["coordinator"],
+            events=str(events),
+        )
+        process = Process(
+            rank,
+            orders=orders,
+            folder=self._folder,
+            events=events,
+            environment={**environment, PLACE_VARIABLE: json.dumps(dataclasses.asdict(place))},
+            python=python or sys.executable,
+        )
+        self._processes.append(process)
 
-    def _file(self, kind: str, rank: int) -> Path:
-        return self._folder / f"{kind}-{rank}"
+    def _wait_for_each(
+        self, done: Callable[[Process], bool], what: str, timeout_secs: float
+    ) -> None:
+        def undone() -> list[str]:
+            return [f"process {p.rank}" for p in self._processes if not done(p)]
 
-    def _new_lines(self, rank: int) -> list[bytes]:
-        """The whole lines that were added to the events of a process since the last look."""
+        def look() -> bool | None:
+            for process in self._processes:
+                self._check(process)
+            return None if undone() else True
+
         try:
-            with open(self._file("events", rank), "rb") as events:
-                events.seek(self._read_bytes[rank])
-                # The last line may still be under way.
-                whole, newline, _ = events.read().rpartition(b"\n")
-        except FileNotFoundError:
-            return []
-        self._read_bytes[rank] += len(whole) + len(newline)
-        return whole.splitlines()
+            wait_for(look, Deadline.after(timeout_secs), what, missing=undone)
+        except WaitTimeoutError as late:
+            self._add_stacks(late)
+            raise
 
-    def _signal(self, rank: int, number: int) -> None:
-        child = self._children[rank]
-        if child.poll() is None:
-            os.killpg(child.pid, number)
+    def _let_go(self) -> None:
+        for process in self._processes:
+            process.let_go()
+        self._wait_for_each(
+            lambda process: process.poll() is not None,
+            "the processes to end after their results",
+            _SECONDS_TO_LEAVE,
+        )
 
-    def _outcome(self, rank: int) -> dict[str, Any]:
-        """The result or error of a process; empty while there is none."""
-        try:
-            found: dict[str, Any] = json.loads(self._file("result", rank).read_text())
-        except FileNotFoundError:
-            return {}
-        return found
+    def _next_event(
+        self, name: str, processes: Sequence[Process], where: Callable[[Event], bool]
+    ) -> Event | None:
+        # Before the events: what was reported just before the end must be seen.
+        over = all(process.finished() for process in processes)
+        for process in processes:
+            seen = self._seen.get((name, process.rank), 0)
+            for position, event in enumerate(process.events()[seen:], seen):
+                if event.name == name and where(event):
+                    self._seen[name, process.rank] = position + 1
+                    return event
+            self._check(process)
+        if over:
+            rank = processes[0].rank
+            self._fail(processes[0], f"process {rank} ended without the event {name!r}")
+        return None
 
-    def _unfinished(self) -> Iterator[int]:
-        for rank in range(len(self)):
-            if rank not in self._killed and not self._outcome(rank):
-                yield rank
+    def _check(self, process: Process) -> None:
+        fault = process.fault()
+        if fault is not None:
+            self._fail(process, fault)
 
-    def _all_finished(self) -> bool | None:
-        for rank in range(len(self)):
-            self._check(rank)
-        return True if not list(self._unfinished()) else None
-
-    def _check(self, rank: int) -> None:
-        """Raises when a process failed, except a killed one."""
-        code = self._children[rank].poll()
-        outcome = self._outcome(rank)
-        if "error" in outcome and rank not in self._killed:
-            message = f"process {rank} raised {outcome['summary']}\n\n{outcome['error']}"
-            self._fail(rank, message)
-        if code is not None and not outcome and rank not in self._killed:
-            self._fail(rank, f"process {rank} ended with {_ending(code)} and without a result")
-
-    def _fail(self, rank: int, message: str) -> NoReturn:
+    def _fail(self, process: Process, message: str) -> NoReturn:
         raise ProcessFailedError(
-            message + self._outputs(), rank=rank, output=_tail(self.output(rank))
+            message + self._outputs(), rank=process.rank, output=process.output_tail()
         )
 
     def _outputs(self) -> str:
         return "".join(
-            f"\n--- output of process {rank} ---\n{_tail(self.output(rank))}"
-            for rank in range(len(self))
+            f"\n--- output of process {process.rank} ---\n{process.output_tail()}"
+            for process in self._processes
         )
 
-    def _show_stacks(self, late: WaitTimeoutError) -> NoReturn:
-        """Raises `late` again, with what every process wrote and where it is."""
-        sizes = [len(self.output(rank)) for rank in range(len(self))]
-        for rank in range(len(self)):
-            self._signal(rank, signal.SIGUSR1)
+    def _add_stacks(self, late: WaitTimeoutError) -> None:
+        """Adds to the error what every process wrote and where it is."""
+        sizes = [len(process.output()) for process in self._processes]
+
+        def have_all_grown() -> bool | None:
+            now = [len(process.output()) for process in self._processes]
+            return all(new > old for new, old in zip(now, sizes, strict=True)) or None
+
+        for process in self._processes:
+            process.dump_stacks()
         try:
-            wait_for(
-                lambda: self._have_grown(sizes) or None,
-                Deadline.after(_SECONDS_TO_DUMP),
-                "the stacks of the processes",
-            )
+            wait_for(have_all_grown, Deadline.after(_SECONDS_TO_DUMP), "the stacks")
         except WaitTimeoutError:
-            pass  # A frozen or starting process shows none.
+            pass  # A process that is frozen, or has ended, shows none.
         late.add_note(self._outputs())
-        raise late
-
-    def _have_grown(self, sizes: Sequence[int]) -> bool:
-        return all(len(self.output(rank)) > size for rank, size in enumerate(sizes))
-
-    def _next_event(
-        self, name: str, ranks: Sequence[int], where: Callable[[Event], bool]
-    ) -> Event | None:
-        for rank in ranks:
-            # Before the events: what it reported just before its end must be seen.
-            ended = self._children[rank].poll() is not None or bool(self._outcome(rank))
-            for position, event in enumerate(self.events(rank)):
-                fresh = position >= self._seen.get((name, rank), 0)
-                if fresh and event.name == name and where(event):
-                    self._seen[name, rank] = position + 1
-                    return event
-            self._check(rank)
-            if ended and len(ranks) == 1:
-                self._fail(rank, f"process {rank} ended without the event {name!r}")
-        return None
-
-    def _let_go(self) -> None:
-        """Lets the processes end by themselves; `close` kills those that do not."""
-        if self._killed:
-            return  # The others would wait for the killed ones.
-        for child in self._children:
-            assert child.stdin is not None
-            child.stdin.write("leave\n")
-            child.stdin.close()
-        deadline = Deadline.after(_SECONDS_TO_LEAVE)
-        for rank, child in enumerate(self._children):
-            try:
-                child.wait(deadline.remaining())
-            except subprocess.TimeoutExpired:
-                self._fail(rank, f"process {rank} returned a result, but did not end")
 
 
 def _environment(devices: int, extra: Mapping[str, str]) -> dict[str, str]:
@@ -473,11 +400,3 @@ def _free_port() -> int:
                 continue
             return port
     raise OSError(f"no free port from {_PORTS.start} to {_PORTS.stop}")
-
-
-def _ending(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-
-
-def _tail(text: str) -> str:
-    return "\n".join(text.splitlines()[-_SHOWN_LINES:])
