@@ -47,6 +47,11 @@ class ShiftedClock(SystemClock):
 
     def __init__(self) -> None:
         self._ahead = 0.0
+        self.sleeps = 0
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps += 1
+        super().sleep(seconds)
 
     def advance(self, seconds: float) -> None:
         self._ahead += seconds
@@ -58,15 +63,31 @@ class ShiftedClock(SystemClock):
 class EmbeddedCluster:
     """Nodes served by an `EmbeddedReplicator` in this process."""
 
-    def __init__(self, root: Path, nodes: int, *, strict: bool = False, timeout_secs: float = 0.5):
+    def __init__(
+        self,
+        root: Path,
+        nodes: int,
+        *,
+        backup_url: str | None = None,
+        strict: bool = False,
+        timeout_secs: float = 0.5,
+    ) -> None:
         self.volumes = [root / f"node{index}" for index in range(nodes)]
         self.backup = root / "backup"
         self.clock = ShiftedClock()
-        self._options = {"strict": strict, "timeout_secs": timeout_secs}
+        self._backup_url = backup_url or str(self.backup)
+        self._strict = strict
+        self._timeout_secs = timeout_secs
         self.replicator = self._new_replicator()
 
     def _new_replicator(self) -> EmbeddedReplicator:
-        return EmbeddedReplicator(self.volumes, str(self.backup), clock=self.clock, **self._options)
+        return EmbeddedReplicator(
+            self.volumes,
+            self._backup_url,
+            strict=self._strict,
+            timeout_secs=self._timeout_secs,
+            clock=self.clock,
+        )
 
     def restart(self) -> None:
         """Stops the replicator and starts a new one on the same directories."""
@@ -137,6 +158,10 @@ class Job:
         """Starts a run on all nodes and waits for the answers."""
         for rank in range(len(self.volumes)):
             self.write_yaml(rank)
+        self.wait_for_answers()
+
+    def wait_for_answers(self) -> None:
+        """Waits until all nodes' YAML was taken and answered."""
         for volume in self.volumes:
             eventually(
                 lambda v=volume: not (v / files.REPLICATOR_YAML).exists(), f"YAML of {volume}"
