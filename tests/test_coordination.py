@@ -24,7 +24,7 @@ def on_threads(
     processes: Sequence[int] = (0, 1, 2),
     *,
     store: KeyValueStore | None = None,
-    timeout_secs: float = 0.3,
+    timeout_secs: float = 20.0,
 ) -> list[Any]:
     """What `body` returns or raises on each of three processes, of which only some come."""
     store = store or MemoryStore()
@@ -88,7 +88,7 @@ def test_only_process_0_chooses() -> None:
 
 @pytest.mark.parametrize("present", [(0, 1), (0, 2), (1, 2), (0,), (2,)])
 def test_who_is_missing_is_named_alike_on_all(present: tuple[int, ...]) -> None:
-    outcomes = on_threads(lambda c: c.gather("start", 1), present)
+    outcomes = on_threads(lambda c: c.gather("start", 1), present, timeout_secs=0.3)
     error = assert_all_the_same(outcomes, WaitTimeoutError)
     absent = sorted({0, 1, 2} - set(present))
     assert error.missing == tuple(f"process {index} (host-{index})" for index in absent)
@@ -97,14 +97,14 @@ def test_who_is_missing_is_named_alike_on_all(present: tuple[int, ...]) -> None:
 
 def test_who_comes_late_hears_the_same_verdict_at_once() -> None:
     store = MemoryStore()
-    early = on_threads(lambda c: c.gather("start", 1), (0, 2), store=store)
+    early = on_threads(lambda c: c.gather("start", 1), (0, 2), store=store, timeout_secs=0.3)
     late = on_threads(lambda c: c.gather("start", 1), (1,), store=store, timeout_secs=60)
     assert_all_the_same([*early, *late], WaitTimeoutError)
 
 
 def test_a_late_leader_cannot_overrule_those_who_gave_up() -> None:
     store = MemoryStore()
-    early = on_threads(lambda c: c.gather("start", 1), (1, 2), store=store)
+    early = on_threads(lambda c: c.gather("start", 1), (1, 2), store=store, timeout_secs=0.3)
     late = on_threads(lambda c: c.gather("start", 1), (0,), store=store)
     error = assert_all_the_same([*early, *late], WaitTimeoutError)
     assert error.missing == ("process 0 (host-0)",)
@@ -118,8 +118,8 @@ def test_a_round_after_a_failed_one_works_and_cleans_up() -> None:
             gone = store.wait("t/rounds/a/1/verdict", 10)
             assert gone is not None
         with pytest.raises(WaitTimeoutError):
-            coordinator.gather("a", 1)
-        return coordinator.gather("a", 2, timeout_secs=10)
+            coordinator.gather("a", 1, timeout_secs=0.3)
+        return coordinator.gather("a", 2)
 
     assert on_threads(body, store=store) == [(2, 2, 2)] * 3
     assert set(store.list("t/rounds")) == {"a/2/verdict"}
@@ -140,7 +140,7 @@ def test_topics_may_be_used_from_several_threads() -> None:
         return found
 
     expected = {f"a/{n}": [([f"a/{n}", i],) * 3 for i in range(50)] for n in range(3)}
-    assert on_threads(body, timeout_secs=10) == [expected] * 3
+    assert on_threads(body) == [expected] * 3
 
 
 def test_a_process_alone_agrees_with_itself() -> None:
@@ -232,7 +232,7 @@ def test_a_failed_attempt_comes_out_even_when_another_process_is_missing() -> No
     def body(coordinator: Coordinator) -> Any:
         return coordinator.agree("writing", lambda: 1 // coordinator.process)
 
-    failed, waited = on_threads(body, (0, 1))
+    failed, waited = on_threads(body, (0, 1), timeout_secs=0.3)
     assert isinstance(failed, ZeroDivisionError)
     assert "missing: process 2 (host-2)" in failed.__notes__[0]
     assert isinstance(waited, WaitTimeoutError)
@@ -282,7 +282,9 @@ def test_a_lead_does_not_wait_and_is_computed_once() -> None:
 
 def test_a_leader_that_does_not_come_is_named() -> None:
     store = MemoryStore()
-    outcomes = on_threads(lambda c: c.lead("save/1", lambda: 1), (1, 2), store=store)
+    outcomes = on_threads(
+        lambda c: c.lead("save/1", lambda: 1), (1, 2), store=store, timeout_secs=0.3
+    )
     outcomes += on_threads(lambda c: c.lead("save/1", lambda: 1), (0,), store=store)
     error = assert_all_the_same(outcomes, WaitTimeoutError)
     assert error.missing == ("process 0 (host-0)",)
@@ -297,7 +299,7 @@ def test_forgotten_leads_leave_nothing() -> None:
         coordinator.gather("read", None)
         coordinator.forget("save/0", "save/1")
 
-    on_threads(body, store=store, timeout_secs=10)
+    on_threads(body, store=store)
     assert sorted(store.list("t/lead")) == [f"save/{step}/verdict" for step in (2, 3, 4)]
     Coordinator(store, process=1, processes=3, namespace="t").forget("save")
     assert len(store.list("t/lead")) == 3

@@ -105,6 +105,12 @@ def test_a_restored_run_owes_no_save_from_before_its_start() -> None:
     assert saved_steps(FixedInterval(10), range(58, 75), first=58) == [60, 70]
 
 
+def test_a_run_that_went_back_owes_nothing_from_before_its_start() -> None:
+    state = dataclasses.replace(after_save(58, saved=50), first_step=58)
+    verdict = decide(FixedInterval(5), state, save_on_start=False)
+    assert not verdict.save and verdict.ask_again_at == 60
+
+
 def test_any_of_asks_again_when_the_first_policy_may_want_to() -> None:
     policy = AnyOf([FixedInterval(10), SpecificSteps([7])])
     assert policy.wants(after_save(3, saved=2)).ask_again_at == 7
