@@ -12,6 +12,7 @@ with mtc.ReplicatedCheckpointManager(config, mesh=mesh) as manager:
 
 from mtcheckpoint import errors
 from mtcheckpoint._initialize import initialize
+from mtcheckpoint._persistent import create_checkpoint_manager
 from mtcheckpoint._restorer import PassedOver, RestoredState, RestoreReport
 from mtcheckpoint.config import CheckpointConfig
 from mtcheckpoint.manager import ReplicatedCheckpointManager
@@ -22,6 +23,7 @@ __all__ = [
     "ReplicatedCheckpointManager",
     "RestoreReport",
     "RestoredState",
+    "create_checkpoint_manager",
     "errors",
     "initialize",
 ]

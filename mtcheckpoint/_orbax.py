@@ -19,6 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import options as ocp_options
 from orbax.checkpoint._src.checkpoint_managers import save_decision_policy
+from orbax.checkpoint._src.futures import synchronization
 from orbax.checkpoint._src.handlers import handler_registration
 from orbax.checkpoint._src.serialization import (
     ocdbt_utils,
@@ -37,9 +38,14 @@ __all__ = [
     "LeafRequest",
     "OrbaxPolicy",
     "ShareWriter",
+    "catch_up_operation_id",
     "composite_result",
+    "is_preservation_policy",
     "is_save_decision_policy",
+    "open_persistent_manager",
+    "operation_id",
     "restore_request",
+    "split_policy",
     "state_to_save",
 ]
 
@@ -333,3 +339,84 @@ class OrbaxPolicy:
 
 def _policy_step(step: int, seconds: float) -> _PolicyStep:
     return _PolicyStep(step=step, time=datetime.datetime.fromtimestamp(seconds, tz=datetime.UTC))
+
+
+# Persistent mode: Orbax's own manager and policies.
+
+
+def open_persistent_manager(
+    directory: str,
+    *,
+    save_policy: Any,
+    preservation_policy: Any,
+    max_to_keep: int | None,
+    asynchronous: bool,
+    concurrent_gb: int,
+) -> ocp.CheckpointManager:
+    """Orbax's plain manager on `directory`. Call on every process.
+
+    Args:
+        directory: absolute path or URL, which exists.
+        save_policy: any object with Orbax's `should_save`.
+        preservation_policy: any object with Orbax's `should_preserve`; None: the newest
+            `max_to_keep` are kept.
+        max_to_keep: None keeps all.
+        asynchronous: write in the background.
+        concurrent_gb: limit on concurrent I/O, in GB.
+    """
+    limited = ocp.PyTreeCheckpointHandler(
+        save_concurrent_gb=concurrent_gb, restore_concurrent_gb=concurrent_gb
+    )
+    registry = handler_registration.DefaultCheckpointHandlerRegistry()
+    registry.add(None, ocp.args.PyTreeSave, limited)
+    registry.add(None, ocp.args.PyTreeRestore, limited)
+    return ocp.CheckpointManager(
+        directory,
+        options=ocp.CheckpointManagerOptions(
+            save_decision_policy=save_policy,
+            preservation_policy=preservation_policy
+            or ocp.checkpoint_managers.LatestN(n=max_to_keep),
+            enable_async_checkpointing=asynchronous,
+        ),
+        handler_registry=registry,
+    )
+
+
+def is_preservation_policy(policy: object) -> bool:
+    """True for any object with Orbax's `should_preserve(checkpoints, *, context)`."""
+    return callable(getattr(policy, "should_preserve", None))
+
+
+def split_policy(policy: Any) -> tuple[list[Any], list[Any]]:
+    """The parts of a save policy that answer alike on all processes by themselves, and the others.
+
+    Alike are Orbax's own that look at nothing but the step, the steps saved and the preemption,
+    which Orbax agrees on. A subclass may look at anything.
+    """
+    if type(policy) is save_decision_policy.AnySavePolicy:
+        pairs = [split_policy(part) for part in policy.policies]
+        return [p for alike, _ in pairs for p in alike], [p for _, asked in pairs for p in asked]
+    return ([policy], []) if type(policy) in _ALIKE_POLICIES else ([], [policy])
+
+
+_ALIKE_POLICIES = (
+    save_decision_policy.FixedIntervalPolicy,
+    save_decision_policy.SpecificStepsPolicy,
+    save_decision_policy.InitialSavePolicy,
+    save_decision_policy.PreemptionCheckpointingPolicy,
+)
+
+
+def operation_id() -> int:
+    """The number of Orbax's present operation, which is part of the keys that processes share."""
+    return int(synchronization.OperationIdGenerator.get_current_operation_id())
+
+
+def catch_up_operation_id(target: int) -> None:
+    """Counts on to `target`.
+
+    Orbax's continuous policy counts an operation when it is asked. Asked on one process only, that
+    one would use other keys than the rest at the next save, which then waits for ever.
+    """
+    while operation_id() < target:
+        synchronization.OperationIdGenerator.next_operation_id()
