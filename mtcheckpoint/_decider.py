@@ -20,6 +20,9 @@ from mtcheckpoint.config import CheckpointConfig
 
 __all__ = ["Decider", "Decision", "policy_of"]
 
+# Answers are deleted in blocks of this many, when all processes have read them.
+_BLOCK = 256
+
 
 def policy_of(config: CheckpointConfig, given: Any = None) -> Policy:
     """The policy that the flags describe, or the one given: ours, or Orbax's kind."""
@@ -120,10 +123,8 @@ class Decider:
         self._answered: tuple[int, Decision] | None = None
         self._unasked = Decision(save=False, reason="not due", ask_again_at=0)
         self._last_step = -1
-        # Answers are filed under the number of saves before them: when a save is done everywhere,
-        # everybody has read the answers before it.
-        self._saves = 0
         self._asked = 0
+        self._kept = 0  # the first block of answers that was not deleted
 
     def decide(self, step: int, *, failed: Sequence[int] = ()) -> Decision:
         """The answer for `step`; asked again for the same step, the same answer.
@@ -150,10 +151,6 @@ class Decider:
         self._answered = None
         # Asked again at the next step, whatever the policy said: the save may fail.
         self._unasked = dataclasses.replace(self._unasked, ask_again_at=step + 1)
-        self._saves += 1
-        if self._saves > 1:
-            # The save before this one is done, so everybody had passed the answers before it.
-            self._coordinator.forget(f"decision/{self._saves - 2}")
 
     def resume_after(self, step: int) -> None:
         """Notes that the run goes on from a restored step."""
@@ -165,12 +162,24 @@ class Decider:
         self._unasked = dataclasses.replace(self._unasked, ask_again_at=0)
 
     def _ask(self, step: int, failed: Sequence[int]) -> Decision:
+        block, number = divmod(self._asked, _BLOCK)
+        if number == 0:
+            self._turn_page(block)
         self._asked += 1
         answer = self._coordinator.lead(
-            f"decision/{self._saves}/{self._asked}",
+            f"decision/{block}/{number}",
             lambda: dataclasses.asdict(self._judge(step, failed)),
         )
         return Decision(**answer)
+
+    def _turn_page(self, block: int) -> None:
+        """Says that this process has read the answers before `block`, and deletes read ones."""
+        self._coordinator.announce("decision/block", block)
+        read = self._coordinator.announced("decision/block") if self._coordinator.is_leader else {}
+        if len(read) == self._coordinator.processes:
+            read_by_all = min(read.values())
+            self._coordinator.forget(*(f"decision/{b}" for b in range(self._kept, read_by_all)))
+            self._kept = read_by_all
 
     def _judge(self, step: int, failed: Sequence[int]) -> Decision:
         told = self._coordinator.announced("report")
@@ -188,10 +197,18 @@ class Decider:
         return Decision(
             save=verdict.save and not faults,
             reason=verdict.reason,
-            ask_again_at=verdict.ask_again_at,
+            # While a save is in progress it can fail, and that must be heard soon.
+            ask_again_at=step + 1 if _is_saving(state) else verdict.ask_again_at,
             failed_saves=len(failed),
             faults=faults,
         )
+
+
+def _is_saving(state: ClusterState) -> bool:
+    finished = {report.finished_step for report in state.reports}
+    return state.started_step is not None and (
+        len(state.reports) < state.processes or finished != {state.started_step}
+    )
 
 
 def _report(process: int, fields: Mapping[str, Any]) -> HostReport:

@@ -2,29 +2,37 @@
 
 The training thread only hands over a snapshot. All processes save the same steps in the same order,
 so their threads can agree with each other: first that everybody has the same step, then that
-everybody has written its share. Only then does each rename its own into place.
+everybody has written its share. Only then does each rename its own into place. When all have, the
+save is done, and only then may an older step go.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
+import os
 import queue
 import shutil
 import threading
 import time
 import traceback
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mtcheckpoint import _events
 from mtcheckpoint._clock import POLL_SECONDS, Deadline, wait_for
 from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._orbax import ShareWriter
-from mtcheckpoint._shares.identity import EXTRAS_FILE, IDENTITY_FILE, Identity, identity_to_json
+from mtcheckpoint._shares.identity import (
+    EXTRAS_FILE,
+    IDENTITY_FILE,
+    Identity,
+    identity_to_json,
+    new_save_id,
+)
 from mtcheckpoint._shares.volume import STAGING_FOLDER, CommittedSteps, size_bytes
 from mtcheckpoint._snapshot import Snapshot
 from mtcheckpoint.errors import (
@@ -39,6 +47,13 @@ __all__ = ["SaveRequest", "Saver"]
 _LOG = logging.getLogger("mtcheckpoint.saver")
 _IDLE_POLL_SECONDS = 0.2
 
+# The coordinator ends a wait of its own and says on whom; only a thread that hangs takes longer.
+_GRACE_SECONDS = 5.0
+# A step that the replicator missed is announced again after less than this.
+_LAST_LOOK_SECONDS = 5.0
+
+_T = TypeVar("_T")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SaveRequest:
@@ -48,6 +63,8 @@ class SaveRequest:
     snapshot: Snapshot
     extras: Any
     custom_metadata: Mapping[str, Any] | None
+    # Of a state that was restored and is saved anew: the extras that came with it.
+    all_extras: Sequence[Any] | None = None
 
 
 class Saver:
@@ -84,6 +101,8 @@ class Saver:
         self._timeout_secs = timeout_secs
         self._check_replicator = check_replicator
         self._fault: str | None = None
+        self._committed: int | None = None
+        self._phase = ("", 0.0)
         self._requests: queue.Queue[SaveRequest | None] = queue.Queue()
         self._idle = threading.Event()
         self._idle.set()
@@ -100,8 +119,8 @@ class Saver:
 
     @property
     def committed(self) -> int | None:
-        """The newest step that was committed."""
-        return self._steps.newest
+        """The newest step that was committed on all processes."""
+        return self._committed
 
     @property
     def failed(self) -> tuple[int, ...]:
@@ -111,22 +130,25 @@ class Saver:
     def start(self, request: SaveRequest) -> None:
         """Hands over a save; the one before must be finished."""
         assert self._idle.is_set(), "one snapshot at a time: memory for two is not there"
+        self._enter("the background thread to begin it")
         self._idle.clear()
         self._requests.put(request)
 
-    def wait(self, timeout_secs: float) -> None:
+    def wait(self) -> None:
         """Waits until no save is in progress.
 
         Raises:
-            WaitTimeoutError: it still was when the time had passed.
+            WaitTimeoutError: one part of it took longer than the limit of a single wait.
         """
-        if not self._idle.wait(timeout_secs):
-            raise WaitTimeoutError(
-                "the save in progress",
-                seconds=timeout_secs,
-                missing=self._coordinator.names([self._coordinator.process]),
-                hint="The log says which part of it has not finished",
-            )
+        while not self._idle.wait(_IDLE_POLL_SECONDS):
+            what, begun = self._phase
+            seconds = time.monotonic() - begun
+            if seconds > self._timeout_secs + _GRACE_SECONDS:
+                raise WaitTimeoutError(
+                    f"the save in progress, namely for {what}",
+                    seconds=seconds,
+                    missing=self._coordinator.names([self._coordinator.process]),
+                )
 
     def take_errors(self) -> list[SaveError]:
         """The errors since the last call, oldest first."""
@@ -154,19 +176,28 @@ class Saver:
                 break
             self._save(request)
             self._idle.set()
+        self._look_at_the_first_step()
         if self._writer is not None:
             self._writer.close()
 
     def _watch(self) -> None:
         """Looks at the volume, and tells the deciding process when there is something new."""
-        news = self._steps.look()
+        news = False
         try:
+            news = self._steps.look()
             self._check_replicator()
-        except ReplicatorFailedError as error:
+        except (ReplicatorFailedError, OSError) as error:
             news = news or self._fault is None
             self._fault = str(error)
         if news:
             self._report()
+
+    def _look_at_the_first_step(self) -> None:
+        """Before the end: only this thread can announce a step again that was missed."""
+        deadline = Deadline.after(_LAST_LOOK_SECONDS)
+        while self._steps.unseen and self._fault is None and not deadline.passed():
+            deadline.clock.sleep(POLL_SECONDS)
+            self._watch()
 
     def _report(self) -> None:
         try:
@@ -181,35 +212,46 @@ class Saver:
         try:
             size = self._write_and_commit(request)
         except Exception as error:
-            self._discard()
+            self._undo(request.step)
             self._failed.append(request.step)
             self._errors.append(self._translated(request.step, error))
             _events.happened("save/failed", step=request.step, error=type(error).__name__)
         else:
+            self._committed = request.step
             seconds = time.monotonic() - begun
             _events.happened("save/committed", step=request.step, bytes=size, seconds=seconds)
         self._steps.finished(request.step)
         self._report()
 
     def _write_and_commit(self, request: SaveRequest) -> int:
+        self._enter("the other processes to begin it")
         save_id, extras = self._agree_on(request)
-        share = self._coordinator.agree(
-            f"save of step {request.step}",
-            lambda: self._write(request, save_id, extras),
-            timeout_secs=self._timeout_secs,
-        )
+        share = self._together("write", lambda: self._write(request, save_id, extras))
         size = size_bytes(share)
-        self._hold_first_commit()
-        self._steps.commit(share, request.step, size)
-        if self._writer is not None:
-            self._writer.forget()
+        self._together("commit", lambda: self._commit(share, request.step, size))
+        self._steps.tidy()
         return size
+
+    def _together(self, what: str, attempt: Callable[[], _T]) -> _T:
+        """Does one part of a save here; returns when all processes have done it."""
+
+        def here() -> _T:
+            self._enter(f"this process to {what} its share")
+            try:
+                return attempt()
+            finally:
+                self._enter(f"the other processes to {what} theirs")
+
+        return self._coordinator.agree(f"save/{what}", here, timeout_secs=self._timeout_secs)
+
+    def _enter(self, phase: str) -> None:
+        self._phase = (phase, time.monotonic())
 
     def _agree_on(self, request: SaveRequest) -> tuple[str, list[Any]]:
         """The save's id and everybody's extras; all processes must be saving the same step."""
         told = self._coordinator.gather(
             "save/begin",
-            [request.step, uuid.uuid4().hex, request.extras],
+            [request.step, new_save_id(), request.extras],
             timeout_secs=self._timeout_secs,
         )
         steps = [step for step, _, _ in told]
@@ -220,9 +262,45 @@ class Saver:
                 step=request.step,
                 processes=[p for p, step in enumerate(steps) if step != steps[0]],
             )
+        if request.all_extras is not None:
+            return told[0][1], list(request.all_extras)
         return told[0][1], [extras for _, _, extras in told]
 
     def _write(self, request: SaveRequest, save_id: str, extras: list[Any]) -> Path:
+        self._await_taken()
+        self._steps.prepare(request.step, request.snapshot.size_bytes)
+        try:
+            return self._write_share(request, save_id, extras)
+        except Exception as error:
+            if not _is_full(error):
+                raise
+            self._discard()
+            raise self._steps.full() from error
+
+    def _await_taken(self) -> None:
+        """A forced save: the replicator gets one step after the other.
+
+        When one node is given the next step while it has not seen the one before, the nodes wait
+        for each other for ever.
+        """
+        if not self._steps.pending:
+            return
+
+        def look() -> bool | None:
+            self._check_replicator()
+            self._watch()
+            return None if self._steps.pending else True
+
+        # Less than the others wait for this process, so that they hear why.
+        wait_for(
+            look,
+            Deadline.after(self._timeout_secs / 2),
+            f"the replicator to take step {self._steps.newest}",
+            missing=lambda: [str(self._steps.volume / str(self._steps.newest))],
+            hint="Is the replicator running? Its log says what it does",
+        )
+
+    def _write_share(self, request: SaveRequest, save_id: str, extras: list[Any]) -> Path:
         if self._writer is None:
             self._writer = self._open_writer(self._staging)
         self._staging.mkdir(exist_ok=True)
@@ -237,6 +315,12 @@ class Saver:
         _write_text(share / EXTRAS_FILE, json.dumps(extras))
         return share
 
+    def _commit(self, share: Path, step: int, size: int) -> None:
+        self._hold_first_commit()
+        self._steps.commit(share, step, size)
+        if self._writer is not None:
+            self._writer.forget()
+
     def _hold_first_commit(self) -> None:
         if self._steps.newest is None:
             settled = Deadline.after(max(0.0, self._commit_not_before - time.monotonic()))
@@ -244,10 +328,22 @@ class Saver:
                 lambda: settled.passed() or None, Deadline.after(60.0), "the replicator to settle"
             )
 
+    def _undo(self, step: int) -> None:
+        self._discard()
+        try:
+            self._steps.withdraw(step)
+        except OSError as error:
+            _LOG.warning("the remains of step %s are still there: %s", step, error)
+
     def _discard(self) -> None:
+        """Removes what a failed save left; the next one starts with a new writer."""
+        writer, self._writer = self._writer, None
         shutil.rmtree(self._staging, ignore_errors=True)
-        if self._writer is not None:
-            self._writer.forget()
+        if writer is not None:
+            try:
+                writer.close()
+            except Exception:  # it failed already, and that is what is reported
+                _LOG.debug("while closing the writer of a failed save", exc_info=True)
 
     def _translated(self, step: int, error: Exception) -> SaveError:
         if isinstance(error, SaveError):
@@ -256,7 +352,7 @@ class Saver:
         failed = error.processes if isinstance(error, CoordinationError) else (own,)
         notes = " ".join(getattr(error, "__notes__", ()))
         translated = SaveError(
-            f"step {step} was not saved: {_said(error)}{self._space(error)} {notes}".rstrip()
+            f"step {step} was not saved: {type(error).__name__}: {error} {notes}".rstrip()
             + ". The step before it is still the newest",
             step=step,
             processes=failed,
@@ -264,22 +360,11 @@ class Saver:
         translated.__cause__ = error
         return translated
 
-    def _space(self, error: Exception) -> str:
-        """For a volume that is full: what was needed and what there is."""
-        if "ENOSPC" not in str(error) and "No space left" not in "".join(
-            traceback.format_exception(error)
-        ):
-            return ""
-        report = self._steps.report()
-        needed = report["share_bytes"] or "unknown"
-        return (
-            f" ({self._steps.volume} is full: a share needs {needed} bytes, {report['free_bytes']}"
-            " are free)"
-        )
 
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _is_full(error: Exception) -> bool:
+    """Whether a volume without space is the reason, however deep below."""
+    said = "".join(traceback.format_exception(error))
+    return "ENOSPC" in said or os.strerror(errno.ENOSPC) in said
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -153,7 +155,7 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
         restored = self._restorer.restore(found, request, beginning.seconds)
         if restored is not None:
             self._restored_step = restored.step
-            self._steps = [s for s in self._steps if s < restored.step]
+            self._steps = [s for s in self._steps if s <= restored.step]
             self._decider.resume_after(restored.step)
         return restored
 
@@ -187,6 +189,8 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
             True when a save was started: the same answer on all processes.
 
         Raises:
+            TypeError: a leaf of the state or a value of the extras is of a type that is not saved.
+            ValueError: the step is negative, or an array was donated before.
             SaveError: an earlier save failed, here or elsewhere.
             ReplicatorFailedError: the replicator has stopped.
             WaitTimeoutError: the process that decides, or the save in progress, took too long.
@@ -195,20 +199,23 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
         if tree is None:
             raise ValueError("save needs a state, or args=Composite(state=PyTreeSave(state))")
         self._check_open()
+        step = _checked_step(step)
         if not force and not self._agreed_to_save(step):
             return False
         self.wait_until_finished()
         if self._steps and self._steps[-1] == step:
             return False
-        self._started(step)
-        snapshot = take_snapshot(tree, self._mesh)
+        # Before anything is on record: what cannot be saved is refused here.
         request = SaveRequest(
             step=step,
-            snapshot=snapshot,
+            snapshot=take_snapshot(tree, self._mesh),
             extras=encode_extras(extras),
-            custom_metadata=custom_metadata,
+            custom_metadata=copy.deepcopy(custom_metadata),
         )
+        self._started(step)
         self._the_saver().start(request)
+        if not self._config.async_checkpointing:
+            self.wait_until_finished()
         return True
 
     def should_save(self, step: int) -> bool:
@@ -425,7 +432,7 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
 
     def _finish_save(self) -> None:
         if self._saver is not None:
-            self._saver.wait(self._config.timeout_secs)
+            self._saver.wait()
             self._note_finished()
 
     def _note_finished(self) -> None:
@@ -447,6 +454,13 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("this manager is closed")
+
+
+def _checked_step(step: Any) -> int:
+    number = operator.index(step)
+    if number < 0:
+        raise ValueError(f"step should be 0 or more, found {number}")
+    return number
 
 
 def _is_policy(policy: Any) -> bool:

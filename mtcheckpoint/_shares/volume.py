@@ -1,12 +1,13 @@
 """This node's volume: which steps were committed there, and what became of them.
 
 A committed step is a directory of digits. With a replicator present it belongs to the replicator
-from that moment on, and is gone soon after: the record of what was saved is kept here, not read from
-a listing. Without one it stays, and only the newest are kept.
+from that moment on, and is gone soon after: the record of what was saved is kept here, not read
+from a listing. Without one it stays, and only the newest are kept.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -17,6 +18,7 @@ from typing import Any
 
 from mtcheckpoint import _events
 from mtcheckpoint._handshake import files
+from mtcheckpoint._policy import SPACE_MARGIN
 from mtcheckpoint._shares.identity import IDENTITY_FILE, identity_from_json
 from mtcheckpoint.errors import ShareError
 
@@ -84,6 +86,7 @@ class CommittedSteps:
         self.newest: int | None = None
         self._finished: int | None = None
         self._share_bytes = 0
+        self._told_room = True
         self._host = socket.gethostname()
 
     @property
@@ -92,9 +95,31 @@ class CommittedSteps:
         raise NotImplementedError
 
     @property
+    def unseen(self) -> bool:
+        """True while nobody can tell whether the run's first step is going to be taken."""
+        return False
+
+    @property
     def taken(self) -> int | None:
         """The newest step that was committed and needs no more watching."""
         raise NotImplementedError
+
+    def prepare(self, step: int, array_bytes: int) -> None:
+        """Before a share is written: can it be committed, and how large will it be?
+
+        Raises:
+            FileExistsError: something of that name is in the volume that is not to be replaced.
+        """
+        self._share_bytes = max(self._share_bytes, array_bytes)
+        self._check_free(step)
+
+    def _check_free(self, step: int) -> None:
+        place = self.volume / str(step)
+        if place.exists():
+            raise FileExistsError(
+                f"{place} is there already and is not a step of this job that may be replaced; the"
+                " share cannot be renamed to it. Move it away, or save other steps"
+            )
 
     def commit(self, share: Path, step: int, share_bytes: int) -> None:
         """Renames a finished share into place. This rename is the commit: it comes last."""
@@ -102,16 +127,23 @@ class CommittedSteps:
         self.newest = step
         self._share_bytes = share_bytes
 
+    def tidy(self) -> None:
+        """After a step was committed on all processes: what it replaces goes."""
+
+    def withdraw(self, step: int) -> None:
+        """After the save of `step` failed somewhere: undoes its commit here, where that is safe."""
+
     def finished(self, step: int) -> None:
         """Notes that the save of `step` is over, whether it was committed or not."""
         self._finished = step
 
     def look(self) -> bool:
         """Looks at the volume; True when there is something new to report."""
-        raise NotImplementedError
+        return self._has_room() != self._told_room
 
     def report(self) -> dict[str, Any]:
         """How far this node is (see `_policy.HostReport`)."""
+        self._told_room = self._has_room()
         return {
             "host": self._host,
             "finished_step": self._finished,
@@ -121,15 +153,27 @@ class CommittedSteps:
             "share_bytes": self._share_bytes,
         }
 
+    def full(self) -> OSError:
+        """The error of a volume without space for a share, in bytes."""
+        return OSError(
+            errno.ENOSPC,
+            f"{self.volume} is full: a share needs at least {self._share_bytes} bytes,"
+            f" {free_bytes(self.volume)} are free. Give the RAM disk more memory",
+        )
+
+    def _has_room(self) -> bool:
+        return free_bytes(self.volume) >= self._share_bytes * SPACE_MARGIN
+
 
 class ReplicatedSteps(CommittedSteps):
     """Steps that a replicator takes: nothing here deletes or touches them, with one exception.
 
     The replicator begins to watch only after it has restored and tidied up. A step that was
-    committed before is never taken, and when it was missed on one node only, all nodes wait for each
-    other for ever. So such a step is announced again, by renaming it away and back. That is fatal
-    for the replicator when it has the first announcement in its queue: it is done for the first step
-    of a run only, for later ones are certainly seen, and only when nothing has happened for a while.
+    committed before is never taken, and when it was missed on one node only, all nodes wait for
+    each other for ever. So such a step is announced again, by renaming it away and back. That is
+    fatal for the replicator when it has the first announcement in its queue: it is done for the
+    first step of a run only, for later ones are certainly seen, and only when nothing has happened
+    for a while.
     """
 
     def __init__(self, volume: Path) -> None:
@@ -143,6 +187,10 @@ class ReplicatedSteps(CommittedSteps):
         return self.newest is not None and self._taken != self.newest
 
     @property
+    def unseen(self) -> bool:
+        return self.pending and self._taken is None
+
+    @property
     def taken(self) -> int | None:
         return self._taken
 
@@ -152,17 +200,20 @@ class ReplicatedSteps(CommittedSteps):
 
     def look(self) -> bool:
         if not self.pending:
-            return False
-        if not (self.volume / str(self.newest)).exists():
+            return super().look()
+        if not self._is_there():
             self._taken = self.newest
             return True
         if self._missed():
             self._announce_again()
-        return False
+        return super().look()
+
+    def _is_there(self) -> bool:
+        return (self.volume / str(self.newest)).exists()
 
     def _missed(self) -> bool:
         return (
-            self._taken is None
+            self.unseen
             and time.monotonic() - self._announced_at > self._patience
             and not any(self.volume.glob("*.save"))
         )
@@ -170,7 +221,10 @@ class ReplicatedSteps(CommittedSteps):
     def _announce_again(self) -> None:
         step = self.volume / str(self.newest)
         aside = self.volume / f"{self.newest}.again"
-        os.rename(step, aside)
+        try:
+            os.rename(step, aside)
+        except FileNotFoundError:
+            return  # taken at this very moment
         os.rename(aside, step)
         self._announced_at = time.monotonic()
         self._patience *= 2
@@ -197,25 +251,46 @@ class KeptSteps(CommittedSteps):
     def taken(self) -> int | None:
         return self.newest
 
+    def _check_free(self, step: int) -> None:
+        if step not in own_steps(self.volume, self._job):
+            super()._check_free(step)
+
     def commit(self, share: Path, step: int, share_bytes: int) -> None:
-        replaced = own_steps(self.volume, self._job).get(step)
-        if replaced is not None:
-            _delete(replaced)
+        if step in own_steps(self.volume, self._job):
+            _set_aside(self.volume / str(step))
         super().commit(share, step, share_bytes)
-        for folder in self._superseded(step):
-            _delete(folder)
 
-    def look(self) -> bool:
-        return False
+    def tidy(self) -> None:
+        # Not before: a share that the others have not committed is worth nothing by itself.
+        for folder in self._superseded():
+            _set_aside(folder)
+        for aside in _aside(self.volume):
+            shutil.rmtree(aside, ignore_errors=True)
 
-    def _superseded(self, newest: int) -> list[Path]:
+    def withdraw(self, step: int) -> None:
+        folder = self.volume / str(step)
+        if self.newest == step:
+            self.newest = None
+            shutil.rmtree(_set_aside(folder, "withdrawn.deleted"), ignore_errors=True)
+        replaced = self.volume / f"{step}.deleted"
+        if replaced.exists():
+            os.rename(replaced, folder)
+
+    def _superseded(self) -> list[Path]:
         steps = own_steps(self.volume, self._job)
-        kept = [step for step in steps if step <= newest][-self._keep :]
+        kept = [step for step in steps if step <= (self.newest or 0)][-self._keep :]
         return [folder for step, folder in steps.items() if step not in kept]
 
 
-def _delete(folder: Path) -> None:
-    aside = folder.with_name(f"{folder.name}.deleted")
+# Half a directory must not look like a step, so what is deleted gets another name first.
+
+
+def _set_aside(folder: Path, suffix: str = "deleted") -> Path:
+    aside = folder.with_name(f"{folder.name}.{suffix}")
     shutil.rmtree(aside, ignore_errors=True)
-    os.rename(folder, aside)  # half a directory must not look like a step
-    shutil.rmtree(aside)
+    os.rename(folder, aside)
+    return aside
+
+
+def _aside(volume: Path) -> list[Path]:
+    return [path for path in volume.glob("*.deleted") if files.is_step_name(path.stem)]
