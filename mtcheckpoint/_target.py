@@ -120,14 +120,31 @@ def _listed(lines: Any) -> str:
 
 
 def _saved(leaf: Leaf) -> str:
-    return leaf.value_type if leaf.value_type == "string" else f"{leaf.dtype}{list(leaf.shape)}"
+    if leaf.value_type == "string":
+        return "string"
+    implementation = _saved_key(leaf)
+    if implementation:
+        return f"key<{implementation}>{list(leaf.shape[:-1])}"
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _saved_key(leaf: Leaf) -> str:
+    """The implementation of a typed key; empty for other leaves, and where Orbax does not say."""
+    kind = leaf.kind or ""
+    return kind.removeprefix("key:") if kind.startswith("key:") else ""
 
 
 def _described(wanted: Any) -> str:
     shape, dtype = getattr(wanted, "shape", None), getattr(wanted, "dtype", None)
     if shape is None and dtype is None:
         return type(wanted).__name__
+    if _is_key_dtype(dtype):
+        dtype = f"key<{key_implementation(dtype)}>"
     return f"{dtype}{list(shape) if shape is not None else ''}"
+
+
+def _is_key_dtype(dtype: Any) -> bool:
+    return dtype is not None and bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def _fault(leaf: Leaf, wanted: Any) -> str | None:
@@ -138,7 +155,7 @@ def _fault(leaf: Leaf, wanted: Any) -> str | None:
     if isinstance(wanted, str) != (leaf.value_type == "string"):
         return f"{leaf.name}: {expected}, {found}"
     shape, dtype = getattr(wanted, "shape", None), getattr(wanted, "dtype", None)
-    is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    is_key = _is_key_dtype(dtype)
     saved_shape = leaf.shape[:-1] if is_key else leaf.shape
     if shape is not None and tuple(shape) != saved_shape:
         return f"{leaf.name}: {expected}, {found}"
@@ -150,9 +167,9 @@ def _fault(leaf: Leaf, wanted: Any) -> str | None:
 
 
 def _same_dtype(leaf: Leaf, dtype: Any, is_key: bool) -> bool:
+    saved = _saved_key(leaf)
     if not is_key:
-        return (leaf.kind or "").startswith("key:") is False and np.dtype(dtype) == _dtype(leaf)
-    saved = (leaf.kind or "").removeprefix("key:")
+        return not saved and np.dtype(dtype) == _dtype(leaf)
     # Orbax's own shares do not say which kind of key it was.
     return leaf.dtype == "uint32" and saved in ("", key_implementation(dtype))
 
@@ -165,9 +182,9 @@ def _target_leaf(leaf: Leaf, wanted: Any, mesh: jax.sharding.Mesh) -> TargetLeaf
     if leaf.value_type == "string":
         return TargetLeaf(leaf=leaf, make="string")
     dtype = getattr(wanted, "dtype", None)
-    if wanted is None and leaf.kind is not None and leaf.kind.startswith("key:"):
-        return _key_leaf(leaf, leaf.kind.removeprefix("key:"), None, mesh)
-    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if wanted is None and _saved_key(leaf):
+        return _key_leaf(leaf, _saved_key(leaf), None, mesh)
+    if _is_key_dtype(dtype):
         return _key_leaf(leaf, key_implementation(dtype), getattr(wanted, "sharding", None), mesh)
     if _is_host_value(leaf, wanted):
         make = _host_make(leaf, wanted)
