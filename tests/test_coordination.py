@@ -408,31 +408,6 @@ def test_one_that_fails_is_known_to_all() -> None:
     assert "process 2 (" in note
 
 
-def lose_the_store() -> str:
-    """Process 0 ends; process 1 asks the store that lived there."""
-    coordinator = job_coordinator("lost", timeout_secs=20)
-    coordinator.gather("met", None)
-    if coordinator.process == 0:
-        mtt.report("leaving")
-        time.sleep(60)
-    while True:
-        try:
-            coordinator.announce("state", 1)
-        except CoordinationError as error:
-            mtt.report("lost", text=str(error), processes=error.processes)
-            time.sleep(60)
-        time.sleep(0.01)
-
-
-def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
-    with mtt.ProcessGroup(lose_the_store, 2, devices=1) as group:
-        group.wait_for("leaving", rank=0)
-        group.kill(0)
-        lost = group.wait_for("lost", rank=1)
-    assert "in process 0, does not answer" in lost["text"]
-    assert lost["processes"] == [0]
-
-
 def test_several_processes_without_distributed_jax_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -56,6 +56,7 @@ def end_without_a_result() -> None:
 
 
 def sleep_for_ever() -> None:
+    mtt.report("asleep")
     while True:
         time.sleep(60)
 
@@ -157,10 +158,12 @@ def test_an_end_without_a_result_is_an_error() -> None:
         mtt.run_processes(end_without_a_result, 2)
 
 
-def test_a_hang_shows_where_it_is() -> None:
+def test_a_hang_shows_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtcheckpoint.testing._processes._SECONDS_TO_DUMP", 20.0)
     group = mtt.ProcessGroup(sleep_for_ever, 1, distributed=False)
     with group, pytest.raises(WaitTimeoutError, match="missing: process 0") as caught:
-        group.wait(3)
+        group.wait_for("asleep")
+        group.wait(0.1)
     assert "in sleep_for_ever" in "".join(caught.value.__notes__)
 
 
@@ -168,6 +171,7 @@ def test_a_thread_that_keeps_a_process_from_ending_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("mtcheckpoint.testing._processes._SECONDS_TO_LEAVE", 1.0)
+    monkeypatch.setattr("mtcheckpoint.testing._processes._SECONDS_TO_DUMP", 20.0)
     with pytest.raises(WaitTimeoutError, match="to end after their results") as caught:
         mtt.run_processes(leave_a_thread_behind, 1, distributed=False)
     assert "in sleep_for_ever" in "".join(caught.value.__notes__)
