@@ -28,12 +28,12 @@ def run(
     """Serves the directories until SIGTERM or SIGINT; to be called on the main thread.
 
     The arguments are those of `EmbeddedReplicator`. Logs one line per event, to standard error
-    unless logging was set up before.
+    unless the ``mtcheckpoint`` logger has a handler.
 
     Returns:
         The exit status: 0 after a signal, 1 when it could not start.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s")
+    _log_to_standard_error()
     signalled = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: signalled.set())
@@ -56,3 +56,15 @@ def run(
     replicator.stop()
     logger.info("stopped")
     return 0
+
+
+def _log_to_standard_error() -> None:
+    # Not the root logger: what we import sets that up for its own purposes.
+    root = logging.getLogger("mtcheckpoint")
+    if root.handlers:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s"))
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    root.propagate = False
