@@ -160,10 +160,10 @@ def test_an_end_without_a_result_is_an_error() -> None:
 
 def test_a_hang_shows_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtcheckpoint.testing._processes._SECONDS_TO_DUMP", 20.0)
-    group = mtt.ProcessGroup(sleep_for_ever, 1, distributed=False)
-    with group, pytest.raises(WaitTimeoutError, match="missing: process 0") as caught:
+    with mtt.ProcessGroup(sleep_for_ever, 1, distributed=False) as group:
         group.wait_for("asleep")
-        group.wait(0.1)
+        with pytest.raises(WaitTimeoutError, match="missing: process 0") as caught:
+            group.wait(0.1)
     assert "in sleep_for_ever" in "".join(caught.value.__notes__)
 
 
