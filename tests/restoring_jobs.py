@@ -130,15 +130,18 @@ def train(root: str, flags: dict[str, Any], steps: list[int]) -> dict[str, Any]:
     return found
 
 
-def train_with_backups(root: str, flags: dict[str, Any], steps: list[int]) -> dict[str, Any]:
-    """As `train`; every step that all nodes hold is backed up."""
+def train_with_backups(
+    root: str, flags: dict[str, Any], interval: dict[str, Any], steps: list[int]
+) -> dict[str, Any]:
+    """As `train`, with an interval between backups that our configuration does not take."""
     settings = _topology.replicator_settings
 
-    def always_due(*arguments: Any) -> dict[str, Any]:
-        # A fraction of a minute: both replicators take it, our configuration does not.
-        return {**settings(*arguments), "backup-interval-minutes": 0.0001}
+    def changed(*arguments: Any) -> dict[str, Any]:
+        kept = settings(*arguments)
+        del kept["backup-interval-minutes"]
+        return {**kept, **interval}
 
-    _topology.replicator_settings = always_due
+    _topology.replicator_settings = changed
     return train(root, flags, steps)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replicator_cluster import EmbeddedCluster
 from restoring_clusters import (
     REPLICATORS,
     run_job,
@@ -53,7 +54,7 @@ def test_process_ids_may_move_and_a_node_may_be_lost(cluster: Any, volume_root: 
 
 def test_all_memory_may_be_lost(cluster: Any, volume_root: Path) -> None:
     flags = {"backup_root": str(cluster.backup)}
-    run_job(train_with_backups, NODES, str(volume_root), flags, [1, 2])
+    run_job(train_with_backups, NODES, str(volume_root), flags, backed_up_always(cluster), [1, 2])
     wait_until_held(cluster.volumes, 2)
     backup = wait_until_backed_up(cluster.backup, 2, NODES)
     before = sorted(path.name for path in backup.iterdir())
@@ -69,6 +70,13 @@ def test_all_memory_may_be_lost(cluster: Any, volume_root: Path) -> None:
     found = run_job(train, NODES, str(volume_root), flags, [3])
     assert same(found, "step", "tier") == [2, "backup"]
     assert same(found, "extras") == [[rank, 2, True] for rank in range(NODES)]
+
+
+def backed_up_always(cluster: Any) -> dict[str, float]:
+    """What has a replicator of this kind back up every step."""
+    if isinstance(cluster, EmbeddedCluster):
+        return {"backup-interval-steps": 1}
+    return {"backup-interval-minutes": 0.0001}
 
 
 def test_two_slices_restore_a_lost_node_from_its_twin(cluster: Any, volume_root: Path) -> None:

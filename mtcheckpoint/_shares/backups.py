@@ -18,7 +18,7 @@ import fsspec
 
 from mtcheckpoint._handshake import files
 from mtcheckpoint._shares.places import LocalPlace, Place
-from mtcheckpoint.errors import TierUnreadableError
+from mtcheckpoint.errors import ShareError, TierUnreadableError
 
 __all__ = ["Backup", "BackupRoot"]
 
@@ -29,24 +29,33 @@ class Backup:
 
     Attributes:
         name: the folder's name.
-        metas: the hash of each rank's share, by step and rank.
+        ranks: the ranks that have a ``.meta``, by step.
         data: the hashes whose data is there.
     """
 
     name: str
-    metas: Mapping[int, Mapping[int, str]]
+    ranks: Mapping[int, tuple[int, ...]]
     data: frozenset[str]
 
     def fault(self, step: int) -> str | None:
-        """Why a step of this backup is not complete; None when it is, as far as names tell."""
-        ranks = self.metas.get(step, {})
-        gaps = sorted(set(range(max(ranks, default=0) + 1)) - ranks.keys())
+        """Why a step of this backup cannot be complete; None when it may be, as names tell."""
+        ranks = self.ranks.get(step, ())
+        gaps = sorted(set(range(max(ranks, default=0) + 1)) - set(ranks))
         if gaps:
             return f"no .meta of rank {', '.join(map(str, gaps))}"
-        lost = sorted(rank for rank, digest in ranks.items() if digest not in self.data)
-        if lost:
-            return f"no data of rank {', '.join(map(str, lost))}"
-        return None
+        return None if self.data else "no data of any rank"
+
+    def to_json(self) -> dict[str, Any]:
+        ranks = {str(step): list(found) for step, found in self.ranks.items()}
+        return {"name": self.name, "ranks": ranks, "data": sorted(self.data)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Backup:
+        return cls(
+            name=value["name"],
+            ranks={int(step): tuple(found) for step, found in value["ranks"].items()},
+            data=frozenset(value["data"]),
+        )
 
 
 class BackupRoot:
@@ -61,11 +70,12 @@ class BackupRoot:
         self.url = url.rstrip("/")
         self._timeout_secs = timeout_secs
         self._filesystem, self._path = self._open()
-        # Copies of shares on file systems that TensorStore cannot read; gone with this object.
+        # Copies of shares on file systems that TensorStore cannot read. The places keep this object
+        # alive, and the copies go with it.
         self._copies: dict[str, tempfile.TemporaryDirectory[str]] = {}
 
-    def backups(self, job: str) -> list[Backup]:
-        """The job's backups, newest first; [] when the job has none.
+    def names(self, job: str) -> list[str]:
+        """The names of the job's backups, newest first; [] when the job has none.
 
         Raises:
             TierUnreadableError: the root is not there, or it could not be listed or read.
@@ -75,8 +85,45 @@ class BackupRoot:
         if names is None:
             self._check_root()
             return []
-        dated = sorted((n for n in names if files.BACKUP_FOLDER.fullmatch(n)), reverse=True)
-        return [self._backup(job, name) for name in dated]
+        return sorted((n for n in names if files.BACKUP_FOLDER.fullmatch(n)), reverse=True)
+
+    def backup(self, job: str, name: str) -> Backup:
+        """One of the job's backups, from a listing alone.
+
+        Raises:
+            TierUnreadableError: it could not be listed.
+        """
+        names = self._list(f"{self._path}/{job}/{name}") or []
+        ranks: dict[int, list[int]] = {}
+        for entry in names:
+            share = files.parse_share_name(entry, "meta")
+            if share is not None and share.job == job and share.worker == 0:
+                ranks.setdefault(share.step, []).append(share.node_rank)
+        return Backup(
+            name=name,
+            ranks={step: tuple(sorted(found)) for step, found in ranks.items()},
+            data=frozenset(m[1] for entry in names if (m := files.DATA_NAME.fullmatch(entry))),
+        )
+
+    def digests(self, job: str, backup: Backup, step: int) -> dict[int, str]:
+        """The hash of each rank's share of a step.
+
+        Raises:
+            ShareError: a ``.meta`` is gone or says nothing sensible, or its data is not there.
+            TierUnreadableError: one could not be read.
+        """
+        folder = f"{self._path}/{job}/{backup.name}"
+        found = {}
+        for rank in backup.ranks[step]:
+            name = files.ShareName(job=job, step=step, node_rank=rank).meta
+            digest = (self.read(f"{folder}/{name}") or b"").decode(errors="replace").strip()
+            if digest not in backup.data:
+                said = digest[:80] or "nothing"
+                raise ShareError(
+                    f"{folder}/{name} says {said!r}, and there is no such data", place=folder
+                )
+            found[rank] = digest
+        return found
 
     def place(self, job: str, backup: Backup, digest: str) -> Place:
         """Where one share of a backup lies."""
@@ -84,9 +131,13 @@ class BackupRoot:
         protocols = _protocols(self._filesystem)
         if "file" in protocols or "local" in protocols:
             return LocalPlace(Path(path), tier="backup")
-        if "gs" in protocols or "gcs" in protocols:
+        if self._is_bucket:
             return _BucketPlace(self, path)
-        return LocalPlace(self._copy(path), tier="backup")
+        return _CopiedPlace(self, path)
+
+    @property
+    def _is_bucket(self) -> bool:
+        return bool({"gs", "gcs"} & set(_protocols(self._filesystem)))
 
     def read(self, path: str) -> bytes | None:
         """A whole file below this root; None when it is not there."""
@@ -120,39 +171,32 @@ class BackupRoot:
         return [str(entry).rstrip("/").rpartition("/")[2] for entry in entries]
 
     def _check_root(self) -> None:
-        if self._list(self._path) is None and not self._filesystem.exists(self._path):
+        """Refuses a root that is not there, which is not the same as one without backups."""
+        # A bucket has no folders: there is nothing to see of a prefix before the first backup.
+        root = self._path.partition("/")[0] if self._is_bucket else self._path
+        try:
+            found = self._filesystem.isdir(root)
+        except Exception as error:
+            raise self._unreadable(root, error) from error
+        if not found:
             raise TierUnreadableError(
-                f"the backup root {self.url} is not there: create it, or correct backup_root."
-                " Whether there are backups cannot be told without it",
+                f"the backup root {self.url} is not there or is no folder: create it, or correct"
+                " backup_root. Whether there are backups cannot be told without it",
                 place=self.url,
             )
 
-    def _backup(self, job: str, name: str) -> Backup:
-        folder = f"{self._path}/{job}/{name}"
-        names = self._list(folder) or []
-        metas: dict[int, dict[int, str]] = {}
-        for entry in names:
-            share = files.parse_share_name(entry, "meta")
-            if share is None or share.job != job or share.worker != 0:
-                continue
-            content = self.read(f"{folder}/{entry}")
-            if content is not None:
-                digest = content.decode(errors="replace").strip()
-                metas.setdefault(share.step, {})[share.node_rank] = digest
-        data = {match[1] for entry in names if (match := files.DATA_NAME.fullmatch(entry))}
-        return Backup(name=name, metas=metas, data=frozenset(data))
-
-    def _copy(self, path: str) -> Path:
+    def copy_folder(self, path: str) -> Path:
+        """A local copy of a folder below this root; made once."""
         if path not in self._copies:
             folder = tempfile.TemporaryDirectory(prefix="mtcheckpoint-backup-")
             try:
-                self._filesystem.get(path + "/", folder.name + "/share/", recursive=True)
+                self._filesystem.get(path + "/", folder.name + "/copy/", recursive=True)
             except Exception as error:
                 folder.cleanup()
                 raise self._unreadable(path, error) from error
             self._copies[path] = folder
             weakref.finalize(self, folder.cleanup)
-        return Path(self._copies[path].name) / "share"
+        return Path(self._copies[path].name) / "copy"
 
     def _unreadable(self, path: str, error: Exception) -> TierUnreadableError:
         return TierUnreadableError(
@@ -179,6 +223,25 @@ class _BucketPlace:
     def kvstore(self, folder: str) -> dict[str, Any]:
         bucket, _, key = self.path.partition("/")
         return {"driver": "gcs", "bucket": bucket, "path": f"{key}/{folder}/"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _CopiedPlace:
+    """A share on a file system that TensorStore does not know: arrays are read from a copy."""
+
+    root: BackupRoot
+    path: str
+    tier: Any = "backup"
+
+    @property
+    def name(self) -> str:
+        return f"{self.root.url}: {self.path}"
+
+    def read(self, file: str) -> bytes | None:
+        return self.root.read(f"{self.path}/{file}")
+
+    def kvstore(self, folder: str) -> dict[str, Any]:
+        return {"driver": "file", "path": f"{self.root.copy_folder(f'{self.path}/{folder}')}/"}
 
 
 def _protocols(filesystem: Any) -> tuple[str, ...]:

@@ -104,9 +104,10 @@ class ShareServer:
             return None
         try:
             file = (root / name).resolve()
-        except (OSError, RuntimeError):
+            served = file.is_relative_to(root) and file.is_file()
+        except (OSError, RuntimeError):  # a loop of links, a name that is too long
             return None
-        return file if file.is_relative_to(root) and file.is_file() else None
+        return file if served else None
 
 
 def address_towards(target: str) -> str:
