@@ -208,6 +208,8 @@ def _value(
     if leaf.make in ("array", "key"):
         return _on_devices(leaf, boxes, parts)
     (whole,) = parts.values()
+    if leaf.cast_to is not None:
+        whole = whole.astype(leaf.cast_to)
     if leaf.make == "numpy":
         return whole
     return whole[()] if leaf.make == "numpy_scalar" else whole.item()
@@ -215,11 +217,13 @@ def _value(
 
 def _on_devices(leaf: TargetLeaf, boxes: Any, parts: Any) -> jax.Array:
     assert leaf.sharding is not None
+    if leaf.cast_to is not None:
+        parts = {box: part.astype(leaf.cast_to) for box, part in parts.items()}
     pieces = [
         jax.device_put(parts[box], device) for box, devices in boxes.items() for device in devices
     ]
     array: jax.Array = jax.make_array_from_single_device_arrays(
-        leaf.leaf.shape, leaf.sharding, pieces, dtype=leaf.dtype
+        leaf.leaf.shape, leaf.sharding, pieces, dtype=leaf.cast_to or leaf.dtype
     )
     if leaf.make == "key":
         array = jax.random.wrap_key_data(array, impl=leaf.key_implementation)

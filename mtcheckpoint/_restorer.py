@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -15,23 +16,29 @@ import jax
 from mtcheckpoint import _events
 from mtcheckpoint._clock import Deadline
 from mtcheckpoint._coordination import Coordinator
-from mtcheckpoint._reader import ReadPlan, plan_reads, read_state, tensorstore_context
+from mtcheckpoint._reader import ReadPlan, read_state, tensorstore_context
 from mtcheckpoint._restore import box_shape
-from mtcheckpoint._shares.contents import ShareContents, read_contents, read_extras
+from mtcheckpoint._shares.contents import read_extras
 from mtcheckpoint._shares.identity import decode_extras
 from mtcheckpoint._shares.peers import ShareServer
 from mtcheckpoint._shares.places import LocalPlace, PeerPlace, Place, Tier, farthest
-from mtcheckpoint._target import resolve_target
+from mtcheckpoint._sources import Sources
+from mtcheckpoint._target import Cast
 from mtcheckpoint.errors import (
     MtCheckpointError,
     RestoreError,
     ShareError,
     StructureMismatchError,
+    TierUnreadableError,
+    WaitTimeoutError,
 )
 
 __all__ = ["Candidate", "PassedOver", "RestoreReport", "RestoredState", "Restorer"]
 
 _T = TypeVar("_T")
+
+# A bad copy is found while reading; each round leaves out those that were found.
+_READ_ROUNDS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +46,12 @@ class PassedOver:
     """A candidate that was not restored.
 
     Attributes:
-        step: its step.
+        step: its step; None when that is not known.
         source: where it lies.
         reason: what is wrong with it, by process.
     """
 
-    step: int
+    step: int | None
     source: str
     reason: str
 
@@ -57,11 +64,13 @@ class RestoreReport:
         seconds: by phase, on this process.
         bytes_by_tier: bytes that this process read, by tier.
         passed_over: newer candidates that could not be restored, and why.
+        left_out: copies of what was restored that could not be used on this process, and why.
     """
 
     seconds: Mapping[str, float]
     bytes_by_tier: Mapping[Tier, int]
     passed_over: tuple[PassedOver, ...]
+    left_out: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,26 +95,44 @@ class RestoredState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A step that may be whole somewhere.
+    """A save that may be whole somewhere.
 
     Attributes:
         step: its step.
         source: where it lies, for people.
-        arrived_from: the tier that this process's share came from before this restore.
-        own: this process's share: the one to look at first; None when there is none, or `fault`
-            says why it cannot be read.
-        others: further shares that every process can reach.
-        served: shares in this process's volume that peers may read, by name.
+        arrived_from: the tier that this process's shares came from before this restore.
+        own_rank: the rank whose share this process needs if nothing has changed.
+        own: shares in this process's volume, by the rank that wrote them.
+        served: whether the processes serve their own shares to each other.
+        gone: ranks whose shares are known to be nowhere.
+        backup: finds the places of all shares in a backup, by rank; None in memory.
         fault: why this process's share is known to be bad.
     """
 
     step: int
     source: str
     arrived_from: Tier
-    own: Place | None
-    others: tuple[Place, ...] = ()
-    served: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    own_rank: int
+    own: Mapping[int, LocalPlace] = dataclasses.field(default_factory=dict)
+    served: bool = False
+    gone: tuple[int, ...] = ()
+    backup: Callable[[], Mapping[int, Place]] | None = None
     fault: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What is wanted.
+
+    Attributes:
+        tree: see `_target.resolve_target`.
+        partial: leaves of the save that `tree` does not name are left where they are.
+        cast: which changes of element types are allowed.
+    """
+
+    tree: Any
+    partial: bool = False
+    cast: Cast = "never"
 
 
 class Restorer:
@@ -128,17 +155,17 @@ class Restorer:
             concurrent_bytes: bytes on the way at once.
             timeout_secs: limit of each wait, and of reading a whole state.
         """
-        self._coordinator = coordinator
-        self._mesh = mesh
-        self._address = address
-        self._concurrent_bytes = concurrent_bytes
-        self._timeout_secs = timeout_secs
-        self._context = tensorstore_context()
+        self.coordinator = coordinator
+        self.mesh = mesh
+        self.address = address
+        self.concurrent_bytes = concurrent_bytes
+        self.timeout_secs = timeout_secs
+        self.context = tensorstore_context()
 
     def restore(
         self,
         candidates: Iterator[Candidate | PassedOver],
-        request: Any,
+        request: Request,
         seconds: Mapping[str, float],
     ) -> RestoredState | None:
         """Restores the first candidate that is whole; None when there is no candidate at all.
@@ -168,148 +195,153 @@ class Restorer:
 
 
 class _Attempt:
-    """One candidate, looked at, planned and read."""
+    """One candidate, looked at, planned and read. Every step is taken on all processes."""
 
     def __init__(
-        self, restorer: Restorer, candidate: Candidate, request: Any, seconds: dict[str, float]
+        self, restorer: Restorer, candidate: Candidate, request: Request, seconds: dict[str, float]
     ) -> None:
         self._r = restorer
+        self._coordinator = restorer.coordinator
         self._candidate = candidate
         self._request = request
         self._seconds = seconds
         self._faults: Mapping[int, str] = {}
-        self._own_faults: Mapping[int, str] = {}
+        self._notes: list[str] = []
+        self._sources = self._sources_of({})
 
     def run(self, passed_over: tuple[PassedOver, ...]) -> RestoredState | None:
         """The restored state, or None when the candidate is not whole on some process."""
         with self._timed("open"):
-            own = self._together("open", self._open_own)
-        # A share that cannot be read need not be the end: others may hold the same chunks.
-        self._own_faults, self._faults = self._faults, {}
-        if not self._agreed_on_save(own):
+            near = self._together("open", self._open_near)
+        if near is None or not self._is_one_save():
             return None
         with self._timed("plan"):
-            plan = self._together("plan", lambda: self._plan([own] if own else []))
-        if self._incomplete(plan):
-            return self._run_with_others(own, passed_over)
-        return self._read(plan, passed_over)
+            plan = self._together("plan", self._plan_near)
+        short = plan is None or bool(plan.missing)
+        if not any(self._coordinator.gather("restore/short", short)):
+            restored = self._read(plan, passed_over)
+            if restored is not None:
+                return restored
+        elif not self._candidate.served:
+            self._missing_anywhere(plan)
+            return None
+        return self._run_with_others(passed_over) if self._candidate.served else None
 
     def passed_over(self) -> PassedOver:
-        faults = {**self._own_faults, **self._faults}
-        names = self._r._coordinator.names(faults)
-        reasons = [f"{n}: {text}" for n, text in zip(names, faults.values(), strict=True)]
+        names = self._coordinator.names(self._faults)
+        reasons = [f"{n}: {text}" for n, text in zip(names, self._faults.values(), strict=True)]
+        if self._candidate.gone:
+            gone = ", ".join(map(str, self._candidate.gone))
+            reasons.append(f"the shares of its ranks {gone} are gone")
         entry = PassedOver(
             step=self._candidate.step, source=self._candidate.source, reason="; ".join(reasons)
         )
-        _events.happened("restore/passed_over", step=entry.step, reason=entry.reason)
+        _events.happened(
+            "restore/passed_over", level=logging.WARNING, step=entry.step, reason=entry.reason
+        )
         return entry
 
-    # The own share first: on an unchanged topology it holds all that this process needs.
+    # What is near: the own volume, or the backup, which is the same for all. On an unchanged
+    # topology the own share holds all that this process needs.
 
-    def _open_own(self) -> ShareContents | None:
+    def _open_near(self) -> bool:
         if self._candidate.fault is not None:
-            raise ShareError(self._candidate.fault, place=self._candidate.source)
-        if self._candidate.own is None:
-            return None
-        return read_contents(self._candidate.own, self._r._context)
-
-    def _agreed_on_save(self, own: ShareContents | None) -> bool:
-        """True when the shares that could be opened are of one save, and there is one at all."""
-        identity = own.identity if own else None
-        stale = identity is not None and identity.step != self._candidate.step
-        told = self._r._coordinator.gather(
-            "restore/save",
-            # A share of an earlier step with the same content names that step: not a fault.
-            {"save_id": identity.save_id if identity and not stale else None},
-        )
-        ids = {t["save_id"] for t in told if t["save_id"] is not None}
-        if len(ids) > 1:
-            self._faults = {
-                process: f"its share is of the save {t['save_id']}"
-                for process, t in enumerate(told)
-                if t["save_id"] is not None
-            }
-            return False
+            self._notes.append(self._candidate.fault)
+        elif self._candidate.backup is not None:
+            self._sources = self._sources_of(
+                {rank: [place] for rank, place in self._candidate.backup().items()}
+            )
+        else:
+            self._sources = self._sources_of(
+                {rank: [place] for rank, place in self._candidate.own.items()}
+            )
+        self._sources.open_preferred()
         return True
 
-    def _plan(self, shares: Sequence[ShareContents]) -> ReadPlan | None:
-        if not shares:
+    def _sources_of(self, places: Mapping[int, Sequence[Place]]) -> Sources:
+        own = self._candidate.own_rank
+        return Sources(
+            places,
+            preferred_ranks=[own] if own in places else sorted(self._candidate.own),
+            turn=self._coordinator.process,
+            context=self._r.context,
+        )
+
+    def _is_one_save(self) -> bool:
+        """True when the shares that could be opened are of one save."""
+        ids = {
+            share.identity.save_id
+            for share in self._sources.opened
+            # A share of an earlier step with the same content names that step: not a fault.
+            if share.identity is not None and share.identity.step == self._candidate.step
+        }
+        told = self._coordinator.gather("restore/save", sorted(ids))
+        if len({save_id for found in told for save_id in found}) <= 1:
+            return True
+        self._faults = {
+            process: f"its share is of the save {', '.join(found)}"
+            for process, found in enumerate(told)
+            if found
+        }
+        return False
+
+    def _plan_near(self) -> ReadPlan | None:
+        # In memory the own volume may hold nothing of it: then peers do, or nobody.
+        if not self._sources.opened and self._candidate.backup is None:
             return None
-        target = resolve_target(self._request, shares[0], self._r._mesh)
-        return plan_reads(target, shares)
+        return self._plan()
 
-    def _incomplete(self, plan: ReadPlan | None) -> bool:
-        """True when some process needs more than its own share."""
-        short = plan is None or bool(plan.missing)
-        return any(self._r._coordinator.gather("restore/short", short))
+    def _plan(self) -> ReadPlan:
+        return self._sources.plan(
+            self._request.tree,
+            self._r.mesh,
+            partial=self._request.partial,
+            cast=self._request.cast,
+        )
 
-    # All shares, wherever they lie.
+    # All shares in memory, wherever they lie.
 
-    def _run_with_others(
-        self, own: ShareContents | None, passed_over: tuple[PassedOver, ...]
-    ) -> RestoredState | None:
+    def _run_with_others(self, passed_over: tuple[PassedOver, ...]) -> RestoredState | None:
+        self._notes += self._sources.faults
+        self._faults = {}
         with self._serving() as peers, self._timed("open_others"):
-            opened = self._together("open others", lambda: self._open_others(own, peers))
-            if self._faults or opened is None:
-                return None
-            plan = self._together("plan all", lambda: self._plan(opened))
-            if self._missing_anywhere(plan):
+            self._sources = self._sources_of(self._with_peers(peers))
+            plan = self._together("plan with others", self._plan)
+            if self._faults or self._missing_anywhere(plan):
                 return None
             return self._read(plan, passed_over)
 
     @contextlib.contextmanager
-    def _serving(self) -> Iterator[list[PeerPlace]]:
+    def _serving(self) -> Iterator[Mapping[int, Sequence[Place]]]:
         """Serves this process's shares to the others; yields theirs. Stops when all are done."""
-        token = self._r._coordinator.decide(
-            "restore/token", None, lambda _: secrets.token_urlsafe(32)
-        )
-        with ShareServer(self._candidate.served, token=token, host=self._r._address) as server:
-            told = self._r._coordinator.gather(
-                "restore/servers", {"url": server.url, "shares": sorted(self._candidate.served)}
-            )
-            here = self._r._coordinator.process
-            yield [
-                PeerPlace(f"{t['url']}/{share}", token, self._r._timeout_secs)
-                for process, t in enumerate(told)
-                if process != here
-                for share in t["shares"]
-            ]
-            self._r._coordinator.gather("restore/served", None)
+        here, processes = self._coordinator.process, self._coordinator.processes
+        token = self._coordinator.decide("restore/token", None, lambda _: secrets.token_urlsafe(32))
+        shares = {str(rank): place.path for rank, place in self._candidate.own.items()}
+        with ShareServer(shares, token=token, host=self._r.address) as server:
+            told = self._coordinator.gather("restore/servers", [server.url, sorted(shares)])
+            peers: dict[int, list[Place]] = {}
+            for distance in range(1, processes):
+                # Everybody begins with another peer, so that equal copies share the load.
+                url, names = told[(here + distance) % processes]
+                for name in names:
+                    place = PeerPlace(f"{url}/{name}", token, self._r.timeout_secs)
+                    peers.setdefault(int(name), []).append(place)
+            yield peers
+            self._coordinator.gather("restore/served", None)
 
-    def _open_others(
-        self, own: ShareContents | None, peers: Sequence[PeerPlace]
-    ) -> list[ShareContents]:
-        opened = [own] if own is not None else []
-        here = [LocalPlace(path) for path in self._candidate.served.values()]
-        places: list[Place] = [*here, *peers, *self._candidate.others]
-        for place in places:
-            if own is not None and place == own.place:
-                continue
-            with contextlib.suppress(ShareError):  # the union may be whole without it
-                opened.append(read_contents(place, self._r._context))
-        if not opened:
-            raise ShareError(
-                f"step {self._candidate.step}: no share can be read", place=self._candidate.source
-            )
-        newest = [c for c in opened if c.identity and c.identity.step == self._candidate.step]
-        ids = {c.identity.save_id for c in newest if c.identity}
-        if len(ids) > 1:
-            raise ShareError(
-                f"step {self._candidate.step}: shares of {len(ids)} different saves",
-                place=self._candidate.source,
-            )
-        return opened
+    def _with_peers(self, peers: Mapping[int, Sequence[Place]]) -> dict[int, list[Place]]:
+        places: dict[int, list[Place]] = {}
+        if self._candidate.fault is None:
+            places = {rank: [place] for rank, place in self._candidate.own.items()}
+        for rank, copies in peers.items():
+            places.setdefault(rank, []).extend(copies)
+        return places
 
     def _missing_anywhere(self, plan: ReadPlan | None) -> bool:
-        missing = plan.missing if plan is not None else {"": ()}
-        text = ""
-        if missing:
-            name, chunks = next(iter(missing.items()))
-            text = (
-                f"nobody has chunk {chunks[0] if chunks else '?'} of leaf {name!r}"
-                f" ({len(missing)} leaves are incomplete)"
-            )
-        told = self._r._coordinator.gather("restore/missing", text)
+        text = "" if plan is None else _missing_text(plan)
+        if text and self._notes:
+            text += f" ({'; '.join(self._notes)})"
+        told = self._coordinator.gather("restore/missing", text)
         self._faults = {process: text for process, text in enumerate(told) if text}
         return bool(self._faults)
 
@@ -318,32 +350,60 @@ class _Attempt:
     def _read(
         self, plan: ReadPlan | None, passed_over: tuple[PassedOver, ...]
     ) -> RestoredState | None:
+        """Reads; where a copy turns out to be bad, from another one, as long as there are any."""
         assert plan is not None
+        found: tuple[Any, tuple[Mapping[str, Any], ...]] | None = None
         with self._timed("read"):
-            state = self._together(
-                "read",
-                lambda: (
-                    read_state(
-                        plan,
-                        context=self._r._context,
-                        concurrent_bytes=self._r._concurrent_bytes,
-                        deadline=Deadline.after(self._r._timeout_secs),
-                    ),
-                    self._extras(plan),
-                ),
-            )
-        if self._faults or state is None:
+            for _ in range(_READ_ROUNDS):
+                fault = ""
+                if found is None:
+                    found, fault = self._try_to_read(plan)
+                again = bool(fault) and self._sources.drop(fault)
+                told = self._coordinator.gather("restore/read", [fault, again])
+                self._faults = {p: text for p, (text, _) in enumerate(told) if text}
+                if not self._faults or not all(again for text, again in told if text):
+                    break
+                replan = self._plan if fault else functools.partial(_same, plan)
+                plan = self._together("plan again", replan)
+                if self._missing_anywhere(plan) or plan is None:
+                    break
+        if self._faults or found is None or plan is None:
             return None
+        return self._restored(plan, *found, passed_over)
+
+    def _try_to_read(
+        self, plan: ReadPlan
+    ) -> tuple[tuple[Any, tuple[Mapping[str, Any], ...]] | None, str]:
+        try:
+            state = read_state(
+                plan,
+                context=self._r.context,
+                concurrent_bytes=self._r.concurrent_bytes,
+                deadline=Deadline.after(self._r.timeout_secs),
+            )
+            return (state, self._extras(plan)), ""
+        except (ShareError, TierUnreadableError, WaitTimeoutError) as error:
+            return None, str(error)
+
+    def _restored(
+        self,
+        plan: ReadPlan,
+        state: Any,
+        extras: tuple[Mapping[str, Any], ...],
+        passed_over: tuple[PassedOver, ...],
+    ) -> RestoredState:
         amounts = _bytes_by_tier(plan)
         here = farthest([self._candidate.arrived_from, *amounts])
-        tiers: list[Tier] = list(self._r._coordinator.gather("restore/tier", here))
         restored = RestoredState(
             step=self._candidate.step,
-            state=state[0],
-            tier=farthest(tiers),
-            extras=state[1],
+            state=state,
+            tier=farthest(list(self._coordinator.gather("restore/tier", here))),
+            extras=extras,
             report=RestoreReport(
-                seconds=self._seconds, bytes_by_tier=amounts, passed_over=passed_over
+                seconds=self._seconds,
+                bytes_by_tier=amounts,
+                passed_over=passed_over,
+                left_out=(*self._notes, *self._sources.faults),
             ),
         )
         _events.happened(
@@ -381,7 +441,7 @@ class _Attempt:
         except MtCheckpointError as error:
             raised = error
         kind = type(raised).__name__ if raised else ""
-        told = self._r._coordinator.gather(
+        told = self._coordinator.gather(
             f"restore/{topic}", [fault, kind, str(raised) if raised else ""]
         )
         if raised is not None:
@@ -397,7 +457,7 @@ class _Attempt:
         if not failed:
             return
         first = failed[0]
-        names = self._r._coordinator.names(failed)
+        names = self._coordinator.names(failed)
         message = f"{', '.join(names)}: {told[first][2]}"
         if told[first][1] == "StructureMismatchError":
             raise StructureMismatchError(message, paths=[])
@@ -408,6 +468,19 @@ class _Attempt:
         begun = time.monotonic()
         yield
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.monotonic() - begun
+
+
+def _same(plan: ReadPlan | None) -> ReadPlan | None:
+    return plan
+
+
+def _missing_text(plan: ReadPlan) -> str:
+    if not plan.missing:
+        return ""
+    name, chunks = next(iter(plan.missing.items()))
+    return (
+        f"nobody has chunk {chunks[0]} of leaf {name!r} ({len(plan.missing)} leaves are incomplete)"
+    )
 
 
 def _bytes_by_tier(plan: ReadPlan) -> dict[Tier, int]:

@@ -17,7 +17,10 @@ from mtcheckpoint._shares.contents import Leaf, ShareContents
 from mtcheckpoint._trees import flatten_named
 from mtcheckpoint.errors import StructureMismatchError
 
-__all__ = ["Target", "TargetLeaf", "resolve_target"]
+__all__ = ["Cast", "Target", "TargetLeaf", "resolve_target"]
+
+# Which changes of element types a caller allows: none, those that lose nothing, all.
+Cast = Literal["never", "safe", "lossy"]
 
 _LISTED = 20  # paths in one message
 
@@ -32,6 +35,7 @@ class TargetLeaf:
         dtype: element type in memory; for keys, of the key data.
         sharding: for arrays and keys; of the key data for keys.
         key_implementation: for keys.
+        cast_to: the element type asked for, when it is another than the saved one.
     """
 
     leaf: Leaf
@@ -39,6 +43,7 @@ class TargetLeaf:
     dtype: np.dtype[Any] | None = None
     sharding: Sharding | None = None
     key_implementation: str | None = None
+    cast_to: np.dtype[Any] | None = None
 
     def boxes(self) -> dict[jax.Device | None, Box]:
         """The part that each device of this process needs; host values need all of it."""
@@ -67,7 +72,14 @@ class Target:
         return _nest(paths)
 
 
-def resolve_target(request: Any, saved: ShareContents, mesh: jax.sharding.Mesh) -> Target:
+def resolve_target(
+    request: Any,
+    saved: ShareContents,
+    mesh: jax.sharding.Mesh,
+    *,
+    partial: bool = False,
+    cast: Cast = "never",
+) -> Target:
     """Matches what is asked for with what was saved.
 
     Args:
@@ -75,6 +87,8 @@ def resolve_target(request: Any, saved: ShareContents, mesh: jax.sharding.Mesh) 
             None for everything as it was saved.
         saved: any share of the save.
         mesh: the mesh of the job, for leaves whose sharding is not given.
+        partial: saved leaves that the request does not name are not read.
+        cast: which changes of element types are allowed.
 
     Raises:
         StructureMismatchError: paths, shapes or types differ; lists them with both sides.
@@ -85,9 +99,11 @@ def resolve_target(request: Any, saved: ShareContents, mesh: jax.sharding.Mesh) 
         structure = None
     else:
         wanted, structure = flatten_named(request)
-        _check_paths(wanted, saved)
+        _check_paths(wanted, saved, partial)
         leaves = [saved.leaves[name] for name in wanted]
-    faults = {leaf.name: fault for leaf in leaves if (fault := _fault(leaf, wanted[leaf.name]))}
+    faults = {
+        leaf.name: fault for leaf in leaves if (fault := _fault(leaf, wanted[leaf.name], cast))
+    }
     if faults:
         raise StructureMismatchError(
             "the state asked for differs from the saved one:\n  " + _listed(faults.values()),
@@ -100,9 +116,9 @@ def resolve_target(request: Any, saved: ShareContents, mesh: jax.sharding.Mesh) 
     )
 
 
-def _check_paths(wanted: Mapping[str, Any], saved: ShareContents) -> None:
+def _check_paths(wanted: Mapping[str, Any], saved: ShareContents, partial: bool) -> None:
     absent = sorted(wanted.keys() - saved.leaves.keys())
-    unasked = sorted(saved.leaves.keys() - wanted.keys())
+    unasked = [] if partial else sorted(saved.leaves.keys() - wanted.keys())
     if not absent and not unasked:
         return
     lines = [f"{name}: asked for {_described(wanted[name])}, not saved" for name in absent]
@@ -147,7 +163,7 @@ def _is_key_dtype(dtype: Any) -> bool:
     return dtype is not None and bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
-def _fault(leaf: Leaf, wanted: Any) -> str | None:
+def _fault(leaf: Leaf, wanted: Any, cast: Cast) -> str | None:
     """Why a leaf cannot be what is asked for."""
     if wanted is None:
         return None
@@ -162,8 +178,19 @@ def _fault(leaf: Leaf, wanted: Any) -> str | None:
     if isinstance(wanted, bool | int | float | complex) and leaf.shape:
         return f"{leaf.name}: {expected}, {found}"
     if dtype is not None and not _same_dtype(leaf, dtype, is_key):
-        return f"{leaf.name}: {expected}, {found}"
+        hint = _cast_fault(leaf, dtype, is_key, cast)
+        return f"{leaf.name}: {expected}, {found}{hint}" if hint is not None else None
     return None
+
+
+def _cast_fault(leaf: Leaf, dtype: Any, is_key: bool, cast: Cast) -> str | None:
+    """What to add to the message about another element type; None when it is allowed."""
+    if is_key or _saved_key(leaf):
+        return ""
+    lossless = bool(jnp.promote_types(_dtype(leaf), dtype) == np.dtype(dtype))
+    if cast == "lossy" or (cast == "safe" and lossless):
+        return None
+    return " (cast='safe' allows it)" if lossless else " (loses precision; cast='lossy' allows it)"
 
 
 def _same_dtype(leaf: Leaf, dtype: Any, is_key: bool) -> bool:
@@ -188,9 +215,19 @@ def _target_leaf(leaf: Leaf, wanted: Any, mesh: jax.sharding.Mesh) -> TargetLeaf
         return _key_leaf(leaf, key_implementation(dtype), getattr(wanted, "sharding", None), mesh)
     if _is_host_value(leaf, wanted):
         make = _host_make(leaf, wanted)
-        return TargetLeaf(leaf=leaf, make=make, dtype=_dtype(leaf))
+        return TargetLeaf(leaf=leaf, make=make, dtype=_dtype(leaf), cast_to=_cast_to(leaf, dtype))
     sharding = getattr(wanted, "sharding", None) or _saved_sharding(leaf, mesh)
-    return TargetLeaf(leaf=leaf, make="array", dtype=_dtype(leaf), sharding=sharding)
+    return TargetLeaf(
+        leaf=leaf,
+        make="array",
+        dtype=_dtype(leaf),
+        sharding=sharding,
+        cast_to=_cast_to(leaf, dtype),
+    )
+
+
+def _cast_to(leaf: Leaf, dtype: Any) -> np.dtype[Any] | None:
+    return None if dtype is None or np.dtype(dtype) == _dtype(leaf) else np.dtype(dtype)
 
 
 def _is_host_value(leaf: Leaf, wanted: Any) -> bool:

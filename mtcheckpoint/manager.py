@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,16 +14,18 @@ import jax
 from etils import epath
 from jax.experimental import multihost_utils
 
-from mtcheckpoint import _jax, _orbax, _start, _topology
+from mtcheckpoint import _jax, _orbax, _topology
 from mtcheckpoint._coordination import job_coordinator
 from mtcheckpoint._decider import Decider, Decision, policy_of
 from mtcheckpoint._handshake.client import ReplicatorWatch
-from mtcheckpoint._restorer import Candidate, PassedOver, RestoredState, Restorer
+from mtcheckpoint._restorer import Request, RestoredState, Restorer
 from mtcheckpoint._saver import Saver, SaveRequest
+from mtcheckpoint._session import Session
 from mtcheckpoint._shares.identity import Identity, encode_extras
 from mtcheckpoint._shares.peers import address_towards
 from mtcheckpoint._shares.volume import KeptSteps, ReplicatedSteps
 from mtcheckpoint._snapshot import take_snapshot
+from mtcheckpoint._target import Cast
 from mtcheckpoint.config import CheckpointConfig
 from mtcheckpoint.errors import ConfigError, ReplicatorFailedError, SaveError, StepNotFoundError
 
@@ -84,7 +86,7 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
             concurrent_bytes=config.checkpoint_storage_concurrent_gb << 30,
             timeout_secs=config.timeout_secs,
         )
-        self._beginning: _start.Beginning | None = None
+        self._session = Session(config, self._topology, self._coordinator)
         self._watch: ReplicatorWatch | None = None
         self._saver: Saver | None = None
         self._decider = Decider(
@@ -101,12 +103,22 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
 
     # Restoring.
 
-    def restore_latest(self, abstract_state: Any = None) -> RestoredState | None:
+    def restore_latest(
+        self, abstract_state: Any = None, *, partial: bool = False, cast: Cast = "never"
+    ) -> RestoredState | None:
         """Restores the newest step that is whole, from memory or else from the backup.
+
+        The mesh, the shardings, the number of processes and the hosts need not be those of the
+        save. What the replicator would not offer to this run is read before the handshake, and is
+        saved again at once.
 
         Args:
             abstract_state: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays; None for
-                the state as it was saved.
+                the state as it was saved, on the saved partition specs.
+            partial: leaves that `abstract_state` does not name are not read. Then the handshake
+                is left to the first `save`, which ends what the replicator does not offer.
+            cast: which changes of element types are allowed: ``"never"``, ``"safe"`` (those that
+                lose nothing) or ``"lossy"``.
 
         Returns:
             The restored state, the same step on all processes. None only when every tier was read
@@ -119,7 +131,7 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
             HandshakeError: the replicator failed.
             WaitTimeoutError: a process, the replicator or a tier did not answer in time.
         """
-        return self._restore(abstract_state, None)
+        return self._restore(Request(tree=abstract_state, partial=partial, cast=cast), None)
 
     def restore(self, step: int | None = None, args: Any = None) -> Any:
         """Restores a step, as Orbax's managers do.
@@ -135,7 +147,7 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
         Raises:
             StepNotFoundError: the step is nowhere, or there is none at all.
         """
-        restored = self._restore(_orbax.restore_request(args), step)
+        restored = self._restore(Request(tree=_orbax.restore_request(args)), step)
         if restored is None:
             available = self.all_steps()
             wanted = f"step {step}" if step is not None else "any step"
@@ -148,16 +160,33 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
             )
         return _orbax.composite_result(restored.state)
 
-    def _restore(self, request: Any, step: int | None) -> RestoredState | None:
+    def _restore(self, request: Request, step: int | None) -> RestoredState | None:
         self.wait_until_finished()
-        beginning = self._begin()
-        found = self._candidates(step)
-        restored = self._restorer.restore(found, request, beginning.seconds)
+        found = self._session.candidates(step, saved_since=bool(self._steps))
+        restored = self._restorer.restore(found, request, self._session.seconds)
         if restored is not None:
             self._restored_step = restored.step
             self._steps = [s for s in self._steps if s <= restored.step]
             self._decider.resume_after(restored.step)
+            if not request.partial:
+                self._make_safe(restored)
         return restored
+
+    def _make_safe(self, restored: RestoredState) -> None:
+        """Saves a state anew that no volume holds in this run."""
+        if not self._config.enable_replicator or self._steps:
+            return
+        in_bucket = restored.tier == "backup"
+        if self._session.answer is None and not in_bucket:
+            # From here to the commit, the arrays of this run are all there is of it.
+            self._session.mark_unsafe(restored.step)
+        self._begin()
+        if self._session.is_offered(restored.step):
+            return
+        if not in_bucket:
+            self._session.mark_unsafe(restored.step)
+        extras = [encode_extras(own) for own in restored.extras]
+        self._start_save(restored.step, restored.state, None, all_extras=extras)
 
     # Saving.
 
@@ -205,18 +234,30 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
         self.wait_until_finished()
         if self._steps and self._steps[-1] == step:
             return False
+        self._start_save(step, tree, copy.deepcopy(custom_metadata), extras=encode_extras(extras))
+        if not self._config.async_checkpointing:
+            self.wait_until_finished()
+        return True
+
+    def _start_save(
+        self,
+        step: int,
+        tree: Any,
+        custom_metadata: Mapping[str, Any] | None,
+        *,
+        extras: Any = None,
+        all_extras: Sequence[Any] | None = None,
+    ) -> None:
         # Before anything is on record: what cannot be saved is refused here.
         request = SaveRequest(
             step=step,
             snapshot=take_snapshot(tree, self._mesh),
-            extras=encode_extras(extras),
-            custom_metadata=copy.deepcopy(custom_metadata),
+            extras=extras,
+            custom_metadata=custom_metadata,
+            all_extras=all_extras,
         )
         self._started(step)
         self._the_saver().start(request)
-        if not self._config.async_checkpointing:
-            self.wait_until_finished()
-        return True
 
     def should_save(self, step: int) -> bool:
         """Whether `save` would start a save of this step: the same answer on all processes."""
@@ -272,12 +313,9 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
         Args:
             read: list the tiers again.
         """
-        self._begin()
         if self._steps and not read:
             return tuple(self._steps)
-        found = self._candidates(None)
-        restorable = {c.step for c in found if not isinstance(c, PassedOver) and c.step >= 0}
-        return tuple(sorted(restorable | set(self._steps)))
+        return tuple(sorted({*self._session.restorable_steps(), *self._steps}))
 
     def latest_step(self) -> int | None:
         """The newest step that was committed in this run, else the newest that can be restored."""
@@ -321,6 +359,7 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
             self.wait_until_finished()
         finally:
             self._closed = True
+            self._session.close()
             if self._saver is not None:
                 self._saver.close()
 
@@ -343,29 +382,19 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
 
     # Parts that come to life when they are needed.
 
-    def _begin(self) -> _start.Beginning:
-        if self._beginning is None:
-            self._beginning = _start.begin(self._config, self._topology, self._coordinator)
-            if self._config.enable_replicator:
-                self._watch = ReplicatorWatch(self._volume, seen_errors=self._beginning.errors)
-        return self._beginning
-
-    def _candidates(self, step: int | None) -> Iterator[Candidate | PassedOver]:
-        return _start.candidates(
-            self._begin(),
-            self._config,
-            self._topology,
-            self._coordinator,
-            step,
-            saved_since=bool(self._steps),
-        )
+    def _begin(self) -> None:
+        """Hands the run to the replicator, once."""
+        answer = self._session.shake_hands()
+        if self._watch is None and self._config.enable_replicator:
+            self._watch = ReplicatorWatch(self._volume, seen_errors=answer.errors)
 
     def _the_saver(self) -> Saver:
         if self._saver is None:
-            self._saver = self._open_saver(self._begin())
+            self._begin()
+            self._saver = self._open_saver(self._session.shake_hands().finished_at)
         return self._saver
 
-    def _open_saver(self, beginning: _start.Beginning) -> Saver:
+    def _open_saver(self, begun_at: float) -> Saver:
         config, topology = self._config, self._topology
         keep = config.max_num_checkpoints_to_keep or 1
         return Saver(
@@ -383,8 +412,7 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
                 node_rank=topology.node_rank,
                 nodes=topology.nodes,
             ),
-            commit_not_before=beginning.finished_at
-            + (_SETTLE_SECONDS if config.enable_replicator else 0.0),
+            commit_not_before=begun_at + (_SETTLE_SECONDS if config.enable_replicator else 0.0),
             timeout_secs=config.timeout_secs,
             check_replicator=self._watch.check if self._watch is not None else lambda: None,
         )
@@ -439,6 +467,7 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
         if self._saving is None or self._saver is None or self._saver.busy:
             return
         if self._saver.committed == self._saving:
+            self._session.mark_safe()
             self._steps.append(self._saving)
             self._failures_in_a_row = 0
         self._saving = None

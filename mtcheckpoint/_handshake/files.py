@@ -28,6 +28,7 @@ __all__ = [
     "ShareName",
     "backup_folder_name",
     "data_name",
+    "is_digest",
     "is_step_name",
     "job_name_fault",
     "parse_share_name",
@@ -107,6 +108,11 @@ def parse_share_name(name: str, kind: str) -> ShareName | None:
 def is_step_name(name: str) -> bool:
     """True for a digits-only name: such a directory is taken by the replicator at once."""
     return STEP_NAME.fullmatch(name) is not None
+
+
+def is_digest(text: str) -> bool:
+    """True for what a ``.meta`` may hold: never a path."""
+    return DATA_NAME.fullmatch(f"{text}.data") is not None
 
 
 def data_name(digest: str) -> str:

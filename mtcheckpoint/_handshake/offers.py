@@ -1,7 +1,7 @@
 """Which step a replicator offers, given what lies where. Pure.
 
-The embedded replicator chooses by this; the client foresees by it what a replicator will choose, and
-so what its clean-up will destroy.
+The embedded replicator chooses by this. The client foresees by it what a replicator will choose,
+and so what its clean-up will destroy.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -199,6 +200,13 @@ def _key(part: Mapping[str, Any]) -> str | int:
     return int(part["key"]) if part["key_type"] == _SEQUENCE else str(part["key"])
 
 
+@functools.lru_cache(maxsize=256)
+def _parsed(sharding: str) -> Mapping[str, Any]:
+    """Leaves with the same sharding share one description: it lists every device of the job."""
+    found: Mapping[str, Any] = json.loads(sharding)
+    return found
+
+
 def _leaf(
     name: str,
     path: tuple[str | int, ...],
@@ -219,5 +227,5 @@ def _leaf(
         shape=tuple(array["shape"]),
         dtype=array["data_type"],
         chunk_shape=tuple(array["chunk_grid"]["configuration"]["chunk_shape"]),
-        sharding=json.loads(sharding) if sharding else None,
+        sharding=_parsed(sharding) if sharding else None,
     )

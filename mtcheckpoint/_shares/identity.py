@@ -9,6 +9,8 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import time
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +28,7 @@ __all__ = [
     "encode_extras",
     "identity_from_json",
     "identity_to_json",
+    "new_save_id",
 ]
 
 STATE_ITEM = "state"
@@ -46,7 +49,7 @@ class Identity:
     Attributes:
         job: name of the job.
         step: the step that was saved.
-        save_id: the same on all shares of one save, and on no others.
+        save_id: the same on all shares of one save, and on no others; see `new_save_id`.
         node_rank: the rank that wrote it.
         nodes: of how many.
         kinds: what leaves were, where their arrays do not tell (`_snapshot.Snapshot.kinds`).
@@ -58,6 +61,11 @@ class Identity:
     node_rank: int
     nodes: int
     kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def new_save_id() -> str:
+    """An id for a save. Of two saves, the id of the later one sorts after the other's."""
+    return f"{time.time_ns() // 1_000_000:012x}{uuid.uuid4().hex[:20]}"
 
 
 def identity_to_json(identity: Identity) -> str:

@@ -1,0 +1,420 @@
+"""One run in this process's volume: what lies there, the handshake, and what can be restored.
+
+The replicator destroys what does not fit the new run. So the volumes are looked at first, and what
+the replicator will not offer is read before the handshake.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mtcheckpoint import _events, _topology
+from mtcheckpoint._choice import Choice, Save, VolumeSummary, choose
+from mtcheckpoint._coordination import Coordinator
+from mtcheckpoint._handshake import client
+from mtcheckpoint._restorer import Candidate, PassedOver
+from mtcheckpoint._shares.backups import Backup, BackupRoot
+from mtcheckpoint._shares.inventory import PIN_FOLDER, HeldShare, Volume, pin, take_inventory
+from mtcheckpoint._shares.places import LocalPlace, Place, Tier
+from mtcheckpoint._shares.volume import STAGING_FOLDER
+from mtcheckpoint._topology import Topology
+from mtcheckpoint.config import CheckpointConfig
+from mtcheckpoint.errors import MarkerError, TierUnreadableError
+
+__all__ = ["Answer", "Session"]
+
+_MEMORY = "the cluster's memory"
+_LOOKS = 5
+
+# Says, while it lies there, which step is in no volume yet though training goes on from it.
+_UNSAFE_FILE = "mtcheckpoint.unsafe.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What the replicator answered to this process.
+
+    Attributes:
+        step: the step that it offers; None for none.
+        share: this process's share of it.
+        arrived_from: where it came from.
+        fault: why the answer could not be used.
+        errors: what the replicator wrote to its error file.
+        finished_at: on the monotonic clock.
+    """
+
+    step: int | None = None
+    share: Path | None = None
+    arrived_from: Tier = "local"
+    fault: str | None = None
+    errors: str = ""
+    finished_at: float = dataclasses.field(default_factory=time.monotonic)
+
+
+class Session:
+    """A run, from its first look at the volume. Call every method on all processes."""
+
+    def __init__(
+        self, config: CheckpointConfig, topology: Topology, coordinator: Coordinator
+    ) -> None:
+        self._config = config
+        self._topology = topology
+        self._coordinator = coordinator
+        self._volume = Path(config.local_checkpoint_directory)
+        self._answer: Answer | None = None
+        self._inventory: Volume | None = None
+        self._choice: Choice | None = None  # until the volumes are looked at
+        self._notes: tuple[PassedOver, ...] = ()
+        self.seconds: dict[str, float] = {}
+
+    @property
+    def answer(self) -> Answer | None:
+        """The replicator's answer; None before the handshake."""
+        return self._answer
+
+    def shake_hands(self) -> Answer:
+        """Hands the run to the replicator, once; without one, only tidies up.
+
+        Raises:
+            HandshakeError: the replicator is not usable, here or on another process.
+            WaitTimeoutError: the replicator did not answer.
+        """
+        if self._answer is None:
+            self._look()
+            if self._config.enable_replicator:
+                self._answer = self._coordinator.agree("handshake", self._shake_hands)
+            else:
+                self._answer = Answer()
+            # What a killed save left behind. With a replicator it is gone already.
+            for leftover in (STAGING_FOLDER, PIN_FOLDER):
+                shutil.rmtree(self._volume / leftover, ignore_errors=True)
+            self._choice = None  # the replicator has changed what lies there
+        return self._answer
+
+    def candidates(
+        self, step: int | None = None, *, saved_since: bool = False
+    ) -> Iterator[Candidate | PassedOver]:
+        """What can be restored: the newest step first, the nearest place first within a step.
+
+        The handshake happens on the way, when the step is reached that the replicator offers.
+
+        Args:
+            step: only this step; None for all.
+            saved_since: this run has saved steps, so that the volumes hold others now.
+
+        Raises:
+            TierUnreadableError: the backup could not be read, and nothing nearer was accepted.
+        """
+        if saved_since:
+            self._choice = None
+        choice = self._look()
+        yield from self._notes
+        backups = _Backups(self._config, self._coordinator)
+        for position, save in enumerate(choice.saves):
+            while (backup := backups.newer_than(save.step)) is not None:
+                yield from self._in_backup(backups, *backup, step)
+            if step is not None and save.step != step:
+                continue
+            if position == choice.offered and not saved_since:
+                yield from self._offered(save)
+            else:
+                yield self._in_memory(save)
+        while (backup := backups.newer_than(-1)) is not None:
+            yield from self._in_backup(backups, *backup, step)
+        if not saved_since and self._may_shake_hands_still(choice, step):
+            yield from self._unforeseen(choice, step)
+        backups.raise_if_unreadable()
+
+    def restorable_steps(self) -> tuple[int, ...]:
+        """Steps that can be restored as far as names tell, oldest first. Reads no state.
+
+        Raises:
+            TierUnreadableError: the backup could not be read, and memory holds nothing.
+        """
+        steps = {save.step for save in self._look().saves if not save.gone}
+        backups = _Backups(self._config, self._coordinator)
+        while (found := backups.newer_than(-1)) is not None:
+            backup, step = found
+            if backup.fault(step) is None:
+                steps.add(step)
+        if not steps:
+            backups.raise_if_unreadable()
+        return tuple(sorted(steps))
+
+    def is_offered(self, step: int) -> bool:
+        """Whether every node's volume holds `step` in this run. Call after the handshake."""
+        answer = self.shake_hands()
+        return all(
+            offered == step for offered in self._coordinator.gather("restore/offered", answer.step)
+        )
+
+    def close(self) -> None:
+        """Lets go of what was held fast."""
+        shutil.rmtree(self._volume / PIN_FOLDER, ignore_errors=True)
+
+    def mark_unsafe(self, step: int) -> None:
+        """Notes in the volume that `step` was read and is in no volume yet."""
+        note = self._volume / _UNSAFE_FILE
+        note.with_name(note.name + ".tmp").write_text(json.dumps({"step": step}))
+        note.with_name(note.name + ".tmp").rename(note)
+
+    def mark_safe(self) -> None:
+        """Takes the note of `mark_unsafe` back."""
+        (self._volume / _UNSAFE_FILE).unlink(missing_ok=True)
+
+    # Looking.
+
+    def _look(self) -> Choice:
+        if self._choice is None:
+            begun = time.monotonic()
+            self._coordinator.agree("look at the volume", lambda: client.check_volume(self._volume))
+            self._inventory = take_inventory(self._volume, self._config.run_name)
+            self._choice = Choice.from_json(
+                self._coordinator.decide("restore/inventory", self._summary(), self._chosen)
+            )
+            self._notes = self._noted(self._choice)
+            self.seconds["inventory"] = time.monotonic() - begun
+        return self._choice
+
+    def _summary(self) -> list[Any]:
+        assert self._inventory is not None
+        found = self._inventory
+        return VolumeSummary(
+            node_rank=self._topology.node_rank,
+            shares=tuple((s.step, s.save_id, s.node_rank, s.nodes, s.digest) for s in found.shares),
+            metas=found.metas,
+            digests=tuple(sorted(found.digests)),
+        ).to_json()
+
+    def _chosen(self, summaries: tuple[Any, ...]) -> dict[str, Any]:
+        return choose(
+            [VolumeSummary.from_json(summary) for summary in summaries],
+            nodes=self._topology.nodes,
+            replicas=self._topology.data_parallelism,
+            offers=self._config.enable_replicator,
+        ).to_json()
+
+    def _noted(self, choice: Choice) -> tuple[PassedOver, ...]:
+        """What was in memory and cannot be restored: damaged shares, and a step that is lost."""
+        assert self._inventory is not None
+        told = self._coordinator.gather(
+            "restore/notes", [self._unsafe_step(), self._inventory.damaged]
+        )
+        notes = [
+            PassedOver(step=None, source=f"{_MEMORY} of {name}", reason="; ".join(damaged))
+            for (_, damaged), name in zip(
+                told, self._coordinator.names(range(len(told))), strict=True
+            )
+            if damaged
+        ]
+        lost = max((step for step, _ in told if step is not None), default=None)
+        if lost is not None and not any(s.step >= lost and not s.gone for s in choice.saves):
+            reason = "an earlier run read it from memory and ended before it had saved it again"
+            notes.append(PassedOver(step=lost, source=_MEMORY, reason=reason))
+        return tuple(notes)
+
+    def _unsafe_step(self) -> int | None:
+        try:
+            return int(json.loads((self._volume / _UNSAFE_FILE).read_text())["step"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    # The handshake.
+
+    def _shake_hands(self) -> Answer:
+        held = {entry.name for entry in self._volume.glob("*.data")}
+        begun = time.monotonic()
+        try:
+            found = client.run_handshake(
+                self._volume,
+                _topology.replicator_settings(self._config, self._topology),
+                job=self._config.run_name,
+                node_rank=self._topology.node_rank,
+                timeout_secs=self._config.timeout_secs,
+            )
+        except MarkerError as error:
+            # The replicator runs; only its answer is of no use here. Others may hold the step.
+            return Answer(fault=str(error))
+        finally:
+            self.seconds["handshake"] = time.monotonic() - begun
+        if found.step is None or found.share is None:
+            return Answer(errors=found.errors)
+        arrived: Tier = "local" if found.share.name in held else "peer"
+        return Answer(
+            step=found.step,
+            share=found.share,
+            arrived_from="backup" if found.restore_backup is not None else arrived,
+            errors=found.errors,
+        )
+
+    # Candidates.
+
+    def _offered(self, save: Save) -> Iterator[Candidate]:
+        """The step that the replicator should offer, as it lies in the volumes after it has."""
+        self.shake_hands()
+        yield from self._answered(save.step)
+
+    def _may_shake_hands_still(self, choice: Choice, wanted: int | None) -> bool:
+        """False when the handshake would destroy what could not be restored, for no gain.
+
+        With a backup root everything that a replicator could bring was tried already.
+        """
+        nothing_found = not choice.saves and not self._notes
+        if self._answer is not None or nothing_found:
+            return True
+        return not self._config.backup_root and wanted is None
+
+    def _unforeseen(self, choice: Choice, wanted: int | None) -> Iterator[Candidate | PassedOver]:
+        """What the replicator offers though it was not in memory: it has read a backup, say."""
+        answer = self.shake_hands()
+        told = self._coordinator.gather("restore/answers", [answer.step, answer.fault])
+        steps = {step for step, _ in told if step is not None}
+        if choice.offered is not None:
+            steps -= {choice.saves[choice.offered].step}
+        for step in sorted(steps, reverse=True):
+            if wanted is None or step == wanted:
+                yield from self._answered(step)
+        faults = [fault for _, fault in told if fault]
+        if faults and not steps:
+            yield PassedOver(step=None, source=_MEMORY, reason="; ".join(faults))
+
+    def _answered(self, step: int) -> Iterator[Candidate]:
+        answer = self.shake_hands()
+        inventory = take_inventory(self._volume, self._config.run_name)
+        own = {s.node_rank: LocalPlace(s.path) for s in inventory.shares if s.step == step}
+        rank = self._topology.node_rank
+        fault = answer.fault
+        if answer.step == step and answer.share is not None:
+            # With replicas it may be a twin's: then it stands for this node's own.
+            own[rank] = LocalPlace(answer.share)
+        elif fault is None:
+            fault = f"the replicator offers {answer.step} here, and {step} elsewhere"
+        yield Candidate(
+            step=step,
+            source=_MEMORY,
+            arrived_from=answer.arrived_from,
+            own_rank=rank,
+            own=own,
+            served=True,
+            fault=fault,
+        )
+
+    def _in_memory(self, save: Save) -> Candidate:
+        """A save as it lies in the volumes now, held fast while it is read."""
+        held = self._coordinator.agree("hold shares", lambda: self._hold(save))
+        return Candidate(
+            step=save.step,
+            source=_MEMORY,
+            arrived_from="local",
+            own_rank=self._topology.node_rank,
+            own={share.node_rank: LocalPlace(share.path) for share in held},
+            served=True,
+            gone=save.gone,
+        )
+
+    def _hold(self, save: Save) -> list[HeldShare]:
+        for _ in range(_LOOKS):
+            try:
+                return [self._pinned(share) for share in self._shares_of(save)]
+            except FileNotFoundError:
+                # The replicator has moved it meanwhile: from `<step>` to `.save` to `.data`.
+                self._inventory = take_inventory(self._volume, self._config.run_name)
+        return []
+
+    def _shares_of(self, save: Save) -> list[HeldShare]:
+        assert self._inventory is not None
+        return [
+            share
+            for share in self._inventory.shares
+            if share.step == save.step
+            and (share.save_id == save.save_id or (not share.save_id and share.nodes == save.nodes))
+        ]
+
+    def _pinned(self, share: HeldShare) -> HeldShare:
+        return pin(share, self._volume) if self._config.enable_replicator else share
+
+    def _in_backup(
+        self, backups: _Backups, backup: Backup, step: int, wanted: int | None
+    ) -> Iterator[Candidate | PassedOver]:
+        if wanted is not None and step != wanted:
+            return
+        source = f"{self._config.backup_root}/{self._config.run_name}/{backup.name}"
+        fault = backup.fault(step)
+        if fault is not None:
+            yield PassedOver(step=step, source=source, reason=fault)
+            return
+        yield Candidate(
+            step=step,
+            source=source,
+            arrived_from="backup",
+            own_rank=self._topology.node_rank,
+            backup=lambda: backups.places(backup, step),
+        )
+
+
+class _Backups:
+    """The job's backups, newest first, listed one by one and only as far as needed."""
+
+    def __init__(self, config: CheckpointConfig, coordinator: Coordinator) -> None:
+        self._job = config.run_name
+        self._coordinator = coordinator
+        self._root: BackupRoot | None = None
+        self._names: list[str] | None = None if config.backup_root else []
+        self._url = config.backup_root or ""
+        self._timeout_secs = config.timeout_secs
+        self._waiting: list[tuple[Backup, int]] = []
+        self._unreadable: TierUnreadableError | None = None
+
+    def newer_than(self, step: int) -> tuple[Backup, int] | None:
+        """Takes the next backup and step, if that is newer than `step`.
+
+        What cannot be read ends the list: see `raise_if_unreadable`.
+        """
+        try:
+            while not self._waiting and self._next_name() is not None:
+                self._fill()
+        except TierUnreadableError as error:
+            _events.happened("restore/unreadable", level=logging.WARNING, reason=str(error))
+            self._unreadable, self._names = error, []
+        if self._waiting and self._waiting[0][1] > step:
+            return self._waiting.pop(0)
+        return None
+
+    def raise_if_unreadable(self) -> None:
+        """Raises what ended the list early."""
+        if self._unreadable is not None:
+            raise self._unreadable
+
+    def places(self, backup: Backup, step: int) -> Mapping[int, Place]:
+        """Where the shares of a backup lie, by rank."""
+        root = self._the_root()
+        digests = root.digests(self._job, backup, step)
+        return {rank: root.place(self._job, backup, digest) for rank, digest in digests.items()}
+
+    def _the_root(self) -> BackupRoot:
+        if self._root is None:
+            self._root = BackupRoot(self._url, timeout_secs=self._timeout_secs)
+        return self._root
+
+    def _next_name(self) -> str | None:
+        if self._names is None:
+            self._names = self._coordinator.decide(
+                "restore/backups", None, lambda _: self._the_root().names(self._job)
+            )
+        return self._names[0] if self._names else None
+
+    def _fill(self) -> None:
+        assert self._names
+        name = self._names.pop(0)
+        listed = self._coordinator.decide(
+            "restore/backup", None, lambda _: self._the_root().backup(self._job, name).to_json()
+        )
+        backup = Backup.from_json(listed)
+        self._waiting = [(backup, step) for step in sorted(backup.ranks, reverse=True)]

@@ -1,0 +1,189 @@
+"""What lies in one volume: shares, finished by training or taken by a replicator, and their names.
+
+Each process looks at its own volume only; what it finds is small and is sent to the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mtcheckpoint._handshake import files
+from mtcheckpoint._shares.identity import IDENTITY_FILE, STATE_ITEM, Identity, identity_from_json
+from mtcheckpoint.errors import ShareError
+
+__all__ = ["HeldShare", "PIN_FOLDER", "Volume", "pin", "take_inventory"]
+
+# Not digits, and not kept by a replicator's clean-up.
+PIN_FOLDER = "mtcheckpoint.pinned"
+
+# `<step>`: committed, not taken. `<step>.again`: being announced again. `.save`: being hashed.
+_AGAIN = re.compile(r"([0-9]+)\.again")
+_ORBAX_PROCESS = re.compile(r"ocdbt\.process_([0-9]+)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HeldShare:
+    """A share that lies in a volume.
+
+    Attributes:
+        step: the step that it stands for here: that of its ``.meta`` or its directory.
+        save_id: of the save that wrote it; made from step and layout for Orbax's own shares.
+        node_rank: the rank of the save that wrote it.
+        nodes: ranks of that save; 0 when the share does not say.
+        digest: the hash it is known by, once a replicator took it.
+        path: where it lies.
+    """
+
+    step: int
+    save_id: str
+    node_rank: int
+    nodes: int
+    digest: str | None
+    path: Path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Volume:
+    """The inventory of one volume.
+
+    Attributes:
+        shares: shares of the job that could be identified.
+        metas: what ``.meta`` files of the job say: step, rank and hash.
+        digests: hashes whose data lies here.
+        damaged: shares that could not be identified, and why.
+    """
+
+    shares: tuple[HeldShare, ...]
+    metas: tuple[tuple[int, int, str], ...]
+    digests: frozenset[str]
+    damaged: tuple[str, ...]
+
+
+def take_inventory(volume: Path, job: str) -> Volume:
+    """Looks at what lies in a volume; other jobs' files are left out.
+
+    A replicator may move things at the same time: what vanishes during the look is left out.
+    """
+    names = sorted(entry.name for entry in os.scandir(volume))
+    metas = [found for name in names if (found := _read_meta(volume / name, job)) is not None]
+    digests = frozenset(m[1] for name in names if (m := files.DATA_NAME.fullmatch(name)))
+    shares: list[HeldShare] = []
+    damaged: list[str] = []
+    for step, rank, digest, path in _directories(volume, names, metas, job):
+        try:
+            share = _identify(path, job=job, step=step, rank=rank, digest=digest)
+        except ShareError as error:
+            damaged.append(str(error))
+            continue
+        if share is not None:
+            shares.append(share)
+    return Volume(shares=tuple(shares), metas=tuple(metas), digests=digests, damaged=tuple(damaged))
+
+
+def pin(share: HeldShare, volume: Path) -> HeldShare:
+    """The same share under a name that no replicator removes until the next handshake.
+
+    Hard links: it costs no memory, and reading can go on while a replicator tidies up.
+
+    Raises:
+        FileNotFoundError: it was moved or removed meanwhile; take the inventory again.
+    """
+    target = volume / PIN_FOLDER / f"{share.step}-{share.node_rank}-{share.save_id[:16]}"
+    if target.exists():
+        return dataclasses.replace(share, path=target)
+    building = target.with_name(target.name + ".tmp")
+    shutil.rmtree(building, ignore_errors=True)
+    shutil.copytree(share.path, building, copy_function=os.link, symlinks=True)
+    os.rename(building, target)
+    return dataclasses.replace(share, path=target)
+
+
+def _read_meta(path: Path, job: str) -> tuple[int, int, str] | None:
+    share = files.parse_share_name(path.name, "meta")
+    if share is None or share.job != job or share.worker != 0:
+        return None
+    try:
+        digest = path.read_text(errors="replace").strip()
+    except OSError:
+        return None
+    return (share.step, share.node_rank, digest) if files.is_digest(digest) else None
+
+
+def _directories(
+    volume: Path, names: list[str], metas: list[tuple[int, int, str]], job: str
+) -> Iterator[tuple[int, int | None, str | None, Path]]:
+    """Directories that may be shares: step, rank, hash and path, as far as their names tell."""
+    for step, rank, digest in metas:
+        yield step, rank, digest, volume / files.data_name(digest)
+    for name in names:
+        share = files.parse_share_name(name, "save")
+        again = _AGAIN.fullmatch(name)
+        if files.is_step_name(name) or again is not None:
+            yield int(again[1] if again is not None else name), None, None, volume / name
+        elif share is not None and share.job == job:
+            yield share.step, share.node_rank, None, volume / name
+
+
+def _identify(
+    path: Path, *, job: str, step: int, rank: int | None, digest: str | None
+) -> HeldShare | None:
+    """The share in a directory; None when it is gone, unfinished, or another job's.
+
+    Raises:
+        ShareError: it is ours, and damaged.
+    """
+    if not (path / STATE_ITEM / "manifest.ocdbt").is_file():
+        return None
+    try:
+        text = (path / IDENTITY_FILE).read_bytes()
+    except OSError:
+        return _identify_orbax(path, step=step, rank=rank, digest=digest)
+    identity = identity_from_json(text, str(path))
+    if identity.job != job:
+        return None
+    return _held(identity, step=step, digest=digest, path=path)
+
+
+def _held(identity: Identity, *, step: int, digest: str | None, path: Path) -> HeldShare:
+    # A share whose content did not change since an earlier step names that step: its data stand for
+    # the later one, whose id it cannot know.
+    return HeldShare(
+        step=step,
+        save_id=identity.save_id if identity.step == step else "",
+        node_rank=identity.node_rank,
+        nodes=identity.nodes,
+        digest=digest,
+        path=path,
+    )
+
+
+def _identify_orbax(
+    path: Path, *, step: int, rank: int | None, digest: str | None
+) -> HeldShare | None:
+    """A share that Orbax wrote: its process metadata and step stand in for an identity."""
+    try:
+        layout: Any = (path / "process_metadata" / "global_process_metadata.json").read_text()
+        written_by = [
+            int(match[1])
+            for entry in os.scandir(path / STATE_ITEM)
+            if (match := _ORBAX_PROCESS.fullmatch(entry.name))
+        ]
+    except OSError:
+        return None
+    if rank is None and len(written_by) != 1:
+        return None
+    return HeldShare(
+        step=step,
+        save_id=f"orbax-{hashlib.sha256(layout.encode()).hexdigest()[:16]}",
+        node_rank=rank if rank is not None else written_by[0],
+        nodes=layout.count("[") - 1,
+        digest=digest,
+        path=path,
+    )

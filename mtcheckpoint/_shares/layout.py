@@ -1,0 +1,96 @@
+"""Which ranks of a save hold which chunks, from the saved shardings alone. Pure.
+
+Every share tells the whole layout, so nobody has to look into thousands of shares to find the few
+that hold what is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Layout"]
+
+Chunk = tuple[int, ...]
+
+
+class Layout:
+    """Where the chunks of one save were written."""
+
+    def __init__(self, process_devices: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
+        """
+        Args:
+            process_devices: device ids of each process of the save, in rank order; empty when the
+                save does not say.
+            ranks: the ranks of the save.
+        """
+        self._rank_of_device = {
+            device: rank for rank, devices in enumerate(process_devices) for device in devices
+        }
+        self._everyone = frozenset(ranks)
+        # By identity: leaves with the same sharding share one description of it.
+        self._meshes: dict[int, tuple[Any, _MeshRanks | None]] = {}
+
+    def ranks_of(self, sharding: Mapping[str, Any] | None, chunk: Chunk) -> frozenset[int]:
+        """The ranks whose shares hold a chunk of a leaf.
+
+        All ranks for a leaf without a mesh: a number, a host's array, or a sharding of a kind that
+        the save does not describe. Then only a look into the shares tells.
+        """
+        mesh = self._mesh(sharding)
+        if mesh is None:
+            return self._everyone
+        return mesh.ranks_of(chunk)
+
+    def _mesh(self, sharding: Mapping[str, Any] | None) -> _MeshRanks | None:
+        if id(sharding) not in self._meshes:
+            self._meshes[id(sharding)] = (sharding, self._read(sharding))
+        return self._meshes[id(sharding)][1]
+
+    def _read(self, sharding: Mapping[str, Any] | None) -> _MeshRanks | None:
+        if not sharding or sharding.get("sharding_type") != "NamedSharding":
+            return None
+        devices = sharding.get("device_mesh")
+        if not devices or not self._rank_of_device:
+            return None
+        ranks = [self._rank_of_device.get(device, -1) for device in _flat(devices["mesh"])]
+        return _MeshRanks(
+            names=tuple(sharding["axis_names"]),
+            spec=tuple(_axes(part) for part in sharding["partition_spec"]),
+            ranks=np.array(ranks).reshape(sharding["shape"]),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _MeshRanks:
+    """A mesh of ranks, and how one kind of leaf lies on it."""
+
+    names: tuple[str, ...]
+    spec: tuple[tuple[str, ...], ...]
+    ranks: np.ndarray[Any, Any]
+
+    def ranks_of(self, chunk: Chunk) -> frozenset[int]:
+        position: list[Any] = [slice(None)] * self.ranks.ndim
+        for axes, index in zip(self.spec, chunk, strict=False):
+            if axes:
+                dimensions = [self.names.index(axis) for axis in axes]
+                places = np.unravel_index(index, [self.ranks.shape[d] for d in dimensions])
+                for dimension, place in zip(dimensions, places, strict=True):
+                    position[dimension] = place
+        return frozenset(np.unique(self.ranks[tuple(position)]).tolist())
+
+
+def _axes(part: Any) -> tuple[str, ...]:
+    if part is None:
+        return ()
+    return (part,) if isinstance(part, str) else tuple(part)
+
+
+def _flat(mesh: Any) -> list[int]:
+    """Device ids of nested lists of ``{"id": n}``."""
+    if isinstance(mesh, Mapping):
+        return [int(mesh["id"])]
+    return [device for part in mesh for device in _flat(part)]

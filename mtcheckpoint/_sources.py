@@ -1,0 +1,160 @@
+"""The shares of one save that a process can reach, opened as they are needed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import tensorstore as ts
+
+from mtcheckpoint._reader import ReadPlan, plan_reads
+from mtcheckpoint._restore import Chunk
+from mtcheckpoint._shares.contents import Leaf, ShareContents, read_contents
+from mtcheckpoint._shares.layout import Layout
+from mtcheckpoint._shares.places import Place
+from mtcheckpoint._target import Target, resolve_target
+from mtcheckpoint.errors import ShareError, TierUnreadableError
+
+__all__ = ["Sources"]
+
+_LOG = logging.getLogger("mtcheckpoint.restore")
+
+
+class Sources:
+    """Where the chunks of one save can be read from, by the rank that wrote them.
+
+    Any one share tells the layout of the whole save, so only those shares are opened that hold what
+    this process needs: nearer ones before farther ones, and equal ones in turns.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[int, Sequence[Place]],
+        *,
+        preferred_ranks: Sequence[int],
+        turn: int,
+        context: ts.Context,
+    ) -> None:
+        """
+        Args:
+            places: copies of each rank's share, the nearest first.
+            preferred_ranks: ranks to open first.
+            turn: a number that differs between processes, to spread the load over equal shares.
+            context: TensorStore's pools and limits.
+        """
+        self._places = {rank: list(copies) for rank, copies in places.items()}
+        self._preferred = [rank for rank in preferred_ranks if rank in self._places]
+        self._turn = turn
+        self._context = context
+        self._opened: dict[int, ShareContents] = {}
+        self._faults: list[str] = []
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What was wrong with shares that were left out."""
+        return tuple(self._faults)
+
+    @property
+    def opened(self) -> tuple[ShareContents, ...]:
+        """The shares that were opened, the preferred ones first."""
+        return tuple(self._opened.values())
+
+    def open_any(self) -> ShareContents:
+        """One share of the save, whichever is nearest.
+
+        Raises:
+            ShareError: none can be read.
+        """
+        for share in self._opened.values():
+            return share
+        for rank in [*self._preferred, *self._in_turn(self._places)]:
+            found = self._open(rank)
+            if found is not None:
+                return found
+        raise ShareError(
+            "no share can be read" + "".join(f"; {fault}" for fault in self._faults[:3]),
+            place="; ".join(place.name for copies in self._places.values() for place in copies),
+        )
+
+    def open_preferred(self) -> None:
+        """Opens the preferred shares, as far as they can be read."""
+        for rank in self._preferred:
+            self._open(rank)
+
+    def plan(self, request: Any, mesh: jax.sharding.Mesh, **options: Any) -> ReadPlan:
+        """Plans this process's reads, opening what is needed for it.
+
+        The plan's `missing` names chunks that no reachable share holds.
+
+        Raises:
+            ShareError: no share can be read.
+            StructureMismatchError: the request does not fit what was saved.
+        """
+        first = self.open_any()
+        target = resolve_target(request, first, mesh, **options)
+        layout = Layout(first.process_devices, ranks=sorted(self._places))
+        while True:
+            plan = plan_reads(target, self.opened)
+            if not plan.missing or not self._open_for(plan, target, layout):
+                return plan
+
+    def drop(self, text: str) -> bool:
+        """Leaves out the copies that `text`, an error, names; all but local ones if it names none.
+
+        Returns:
+            True when another copy of a dropped share is left.
+        """
+        named = {r for r, share in self._opened.items() if share.place.name in text}
+        if not named:
+            named = {r for r, share in self._opened.items() if share.place.tier != "local"}
+        for rank in named:
+            self._faults.append(f"{self._opened[rank].place.name}: {text}")
+            self._places[rank].remove(self._opened.pop(rank).place)
+        return bool(named)
+
+    def _open_for(self, plan: ReadPlan, target: Target, layout: Layout) -> bool:
+        """Opens shares that should hold what a plan misses; False when there are none left."""
+        leaves = {leaf.leaf.name: leaf.leaf for leaf in target.leaves}
+        chosen: set[int] = set()
+        for name, chunks in plan.missing.items():
+            for chunk in chunks:
+                if not chosen & self._holders(layout, leaves[name], chunk):
+                    chosen.update(self._in_turn(self._holders(layout, leaves[name], chunk))[:1])
+        for rank in sorted(chosen):
+            self._open(rank)
+        return bool(chosen)
+
+    def _holders(self, layout: Layout, leaf: Leaf, chunk: Chunk) -> set[int]:
+        return set(layout.ranks_of(leaf.sharding, chunk)) & self._closed()
+
+    def _closed(self) -> set[int]:
+        """Ranks that have a copy left that was not opened yet."""
+        return {rank for rank, copies in self._places.items() if copies} - self._opened.keys()
+
+    def _in_turn(self, ranks: Any) -> list[int]:
+        ordered = sorted(ranks)
+        start = self._turn % len(ordered) if ordered else 0
+        return ordered[start:] + ordered[:start]
+
+    def _open(self, rank: int) -> ShareContents | None:
+        """Opens the nearest readable copy of a rank's share; forgets the copies that are not."""
+        if rank in self._opened:
+            return self._opened[rank]
+        while self._places[rank]:
+            place = self._places[rank][0]
+            try:
+                self._opened[rank] = read_contents(place, self._context)
+            except ShareError as error:
+                fault = str(error)
+            except TierUnreadableError as error:
+                if place.tier == "backup":
+                    raise  # whether the backup is whole cannot be told
+                fault = str(error)
+            else:
+                return self._opened[rank]
+            _LOG.warning("left out: %s", fault)
+            self._faults.append(fault)
+            del self._places[rank][0]
+        return None
