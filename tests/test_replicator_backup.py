@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
+import gcs_server
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from replicator_cluster import EmbeddedCluster, Job, eventually
@@ -255,3 +256,30 @@ def test_interval_in_steps(volume_root: Path) -> None:
         status = cluster.replicator.status()[0]
         assert files.BACKUP_FOLDER.fullmatch(status.newest_backup)
     assert not list(cluster.backup.glob("job-a/*/*.tmp"))
+
+
+def test_backup_in_cloud_storage_is_restored(
+    volume_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gcs_server.running_server() as url:
+        for name, value in gcs_server.environment(url).items():
+            monkeypatch.setenv(name, value)
+        bucket = gcs_server.make_bucket(url)
+        cluster = EmbeddedCluster(volume_root, 2, backup_url=f"gs://{bucket}")
+        job = Job(cluster.volumes, peers=SWAP)
+
+        def backed_up() -> set[str]:
+            return {Path(name).name for name in gcs_server.object_names(url, bucket)}
+
+        with cluster.replicator:
+            job.handshake()
+            back_up(cluster, job, 5)
+            wanted = {job.share(5, rank).meta for rank in (0, 1)}
+            eventually(lambda: wanted <= backed_up(), "the backup")
+            for rank in (0, 1):
+                job.wipe(rank)
+            job.handshake()
+
+        for rank in (0, 1):
+            assert job.restored_step(rank) == 5
+            assert (job.marker(rank) / "state" / "manifest.ocdbt").is_file()

@@ -90,7 +90,7 @@ class Node:
     def status(self) -> NodeStatus:
         """A snapshot; may be called from any thread."""
         member, run, loop = self._member, self._run, self._loop
-        if member is None or run is None:
+        if member is None or run is None or run.is_over():
             return NodeStatus(directory=str(self._volume), state=self._state.value)
         finished = run.backed_up.all() or {}
         folders = set(finished.values())

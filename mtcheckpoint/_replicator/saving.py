@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 
 from mtcheckpoint._clock import Deadline
 from mtcheckpoint._handshake import files
@@ -107,6 +108,7 @@ class StepLoop:
                 " a committed step directory"
             )
             return None
+        self._write_meta(share, digest)
         if known:
             session.voice.error(
                 f"step {step} has the same data as before ({digest}), so training may not be making"
@@ -115,6 +117,26 @@ class StepLoop:
         self.newest_taken_step = step
         session.voice.info(f"took step {step}")
         return digest
+
+    def _write_meta(self, share: files.ShareName, digest: str) -> None:
+        """Writes the ``.meta``, as soon as there is room for it."""
+        session = self._session
+        has_told = False
+
+        def look() -> bool | None:
+            nonlocal has_told
+            try:
+                session.volume.write_meta(share, digest)
+                return True
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                if not has_told:
+                    session.voice.error(f"{share.meta} waits for room in the volume: {error}")
+                has_told = True
+                return None
+
+        session.wait(look, f"room for {share.meta}")
 
     def _wait_for_equal_steps(self, step: int) -> bool:
         """Waits until all nodes took `step`; False when another node is past it."""

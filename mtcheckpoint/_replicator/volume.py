@@ -116,7 +116,7 @@ class Volume:
         return frozenset(found)
 
     def take(self, name: str, share: files.ShareName, framework: str) -> TakenShare:
-        """Turns the step directory `name` into ``<hash>.data`` and its ``.meta``.
+        """Turns the step directory `name` into ``<hash>.data``; its ``.meta`` is still missing.
 
         Data of the same hash that is already here stays, and the new directory is deleted.
 
@@ -132,7 +132,6 @@ class Volume:
             shutil.rmtree(save)
         else:
             os.rename(save, self.data(digest))
-        self.write_meta(share, digest)
         return digest, known
 
     def write_meta(self, share: files.ShareName, digest: str) -> None:
