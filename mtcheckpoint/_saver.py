@@ -199,6 +199,10 @@ class Saver:
             deadline.clock.sleep(POLL_SECONDS)
             self._watch()
 
+    def _finished(self, step: int) -> None:
+        self._steps.finished(step)
+        self._report()
+
     def _report(self) -> None:
         try:
             report = self._steps.report() | {"fault": self._fault}
@@ -216,12 +220,11 @@ class Saver:
             self._failed.append(request.step)
             self._errors.append(self._translated(request.step, error))
             _events.happened("save/failed", step=request.step, error=type(error).__name__)
+            self._finished(request.step)
         else:
             self._committed = request.step
             seconds = time.monotonic() - begun
             _events.happened("save/committed", step=request.step, bytes=size, seconds=seconds)
-        self._steps.finished(request.step)
-        self._report()
 
     def _write_and_commit(self, request: SaveRequest) -> int:
         self._enter("the other processes to begin it")
@@ -320,6 +323,8 @@ class Saver:
         self._steps.commit(share, step, size)
         if self._writer is not None:
             self._writer.forget()
+        # Before the others are told: when a save is over on process 0, it knows so of all.
+        self._finished(step)
 
     def _hold_first_commit(self) -> None:
         if self._steps.newest is None:

@@ -293,4 +293,5 @@ def _set_aside(folder: Path, suffix: str = "deleted") -> Path:
 
 
 def _aside(volume: Path) -> list[Path]:
-    return [path for path in volume.glob("*.deleted") if files.is_step_name(path.stem)]
+    found = volume.glob("*.deleted")
+    return [path for path in found if files.is_step_name(path.name.partition(".")[0])]
