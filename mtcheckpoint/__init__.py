@@ -10,15 +10,38 @@ with mtc.ReplicatedCheckpointManager(config, mesh=mesh) as manager:
     manager.save(step, state, extras={"data": iterator_state})
 """
 
-from mtcheckpoint import errors
-from mtcheckpoint._initialize import initialize
-from mtcheckpoint._persistent import create_checkpoint_manager
-from mtcheckpoint._restorer import PassedOver, RestoredState, RestoreReport
-from mtcheckpoint.config import CheckpointConfig
-from mtcheckpoint.manager import ReplicatedCheckpointManager
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mtcheckpoint import errors as errors
+    from mtcheckpoint._initialize import initialize as initialize
+    from mtcheckpoint._persistent import create_checkpoint_manager as create_checkpoint_manager
+    from mtcheckpoint._replicator.embedded import EmbeddedReplicator as EmbeddedReplicator
+    from mtcheckpoint._restorer import PassedOver as PassedOver
+    from mtcheckpoint._restorer import RestoredState as RestoredState
+    from mtcheckpoint._restorer import RestoreReport as RestoreReport
+    from mtcheckpoint.config import CheckpointConfig as CheckpointConfig
+    from mtcheckpoint.manager import ReplicatedCheckpointManager as ReplicatedCheckpointManager
+
+# Where each public name lives. Loaded when it is first asked for: the command line and the embedded
+# replicator need neither JAX nor Orbax, which take a second.
+_HOMES = {
+    "CheckpointConfig": "mtcheckpoint.config",
+    "EmbeddedReplicator": "mtcheckpoint._replicator.embedded",
+    "PassedOver": "mtcheckpoint._restorer",
+    "ReplicatedCheckpointManager": "mtcheckpoint.manager",
+    "RestoreReport": "mtcheckpoint._restorer",
+    "RestoredState": "mtcheckpoint._restorer",
+    "create_checkpoint_manager": "mtcheckpoint._persistent",
+    "initialize": "mtcheckpoint._initialize",
+}
 
 __all__ = [
     "CheckpointConfig",
+    "EmbeddedReplicator",
     "PassedOver",
     "ReplicatedCheckpointManager",
     "RestoreReport",
@@ -27,3 +50,18 @@ __all__ = [
     "errors",
     "initialize",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    elif name in __all__:
+        value = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
