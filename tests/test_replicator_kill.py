@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import subprocess
 import sys
@@ -16,8 +17,8 @@ from mtcheckpoint._clock import Deadline, wait_for
 from mtcheckpoint._handshake import files
 
 RING = [[1], [2], [0]]
-# A share large enough to be caught while it is hashed and copied.
-LARGE = "x" * 400_000
+# A share large enough to be caught while it is hashed and copied: nothing to compress.
+LARGE = random.Random(0).randbytes(200_000).hex()
 
 _SCRIPT = """
 import sys

@@ -5,7 +5,6 @@ Equal names let the two replicators read each other's volumes and backups.
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,13 +40,13 @@ def hashed_item(directory: Path) -> Path | None:
 def directory_digest(directory: Path) -> str:
     """A hash of all file contents below `directory`; names and order do not count."""
     children = sorted(
-        directory_digest(Path(entry.path)) if entry.is_dir() else _file_digest(entry.path)
-        for entry in os.scandir(directory)
+        directory_digest(child) if child.is_dir() else _file_digest(child)
+        for child in directory.iterdir()
     )
     return "D" + str(blake3("\n".join(children).encode()).hexdigest())
 
 
-def _file_digest(path: str) -> str:
+def _file_digest(path: Path) -> str:
     return str(blake3(max_threads=_HASH_THREADS).update_mmap(path).hexdigest())
 
 

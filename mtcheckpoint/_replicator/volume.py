@@ -224,8 +224,8 @@ def copy_tree(source: Path, target: Path, check: Callable[[], None]) -> None:
         shutil.copyfile(source, target)
         return
     target.mkdir(exist_ok=True)
-    for child in os.scandir(source):
-        copy_tree(Path(child.path), target / child.name, check)
+    for name in os.listdir(source):
+        copy_tree(source / name, target / name, check)
 
 
 def _is_committed(directory: Path) -> bool:
