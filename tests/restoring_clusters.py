@@ -1,4 +1,4 @@
-"""The parent's side of the restore tests: replicators, jobs on their volumes, and what they hold."""
+"""The parent's side of the restore tests: replicators, jobs, and what the volumes hold."""
 
 from __future__ import annotations
 

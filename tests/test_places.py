@@ -98,7 +98,7 @@ def backup_place(root: str, share: Path) -> Place:
             name = f"{target}/{file.relative_to(share)}"
             filesystem.makedirs(name.rpartition("/")[0], exist_ok=True)
             filesystem.pipe_file(name, file.read_bytes())
-    backup = Backup(name="2026-01-02_03-04", metas={1: {0: DIGEST}}, data=frozenset([DIGEST]))
+    backup = Backup(name="2026-01-02_03-04", ranks={1: (0,)}, data=frozenset([DIGEST]))
     place = BackupRoot(root, timeout_secs=SECONDS).place(JOB, backup, DIGEST)
     assert place is not None
     return place
@@ -210,15 +210,15 @@ def test_damaged_shares_say_what_is_wrong(
 
 def test_a_file_system_without_the_root_is_no_empty_one(tmp_path: Path) -> None:
     with pytest.raises(TierUnreadableError, match="is not there or is no folder"):
-        BackupRoot(f"{tmp_path}/nowhere", timeout_secs=SECONDS).backups(JOB)
+        BackupRoot(f"{tmp_path}/nowhere", timeout_secs=SECONDS).names(JOB)
     (tmp_path / "empty").mkdir()
-    assert BackupRoot(f"{tmp_path}/empty", timeout_secs=SECONDS).backups(JOB) == []
+    assert BackupRoot(f"{tmp_path}/empty", timeout_secs=SECONDS).names(JOB) == []
 
 
 def test_a_file_is_no_root(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TierUnreadableError):
-        BackupRoot(f"{tmp_path}/file", timeout_secs=SECONDS).backups(JOB)
+        BackupRoot(f"{tmp_path}/file", timeout_secs=SECONDS).names(JOB)
 
 
 def test_a_bucket_that_is_not_there_is_no_empty_one(
@@ -227,10 +227,10 @@ def test_a_bucket_that_is_not_there_is_no_empty_one(
     for name, value in gcs_server.environment(server_url).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(TierUnreadableError):
-        BackupRoot("gs://no-such-bucket", timeout_secs=SECONDS).backups(JOB)
+        BackupRoot("gs://no-such-bucket", timeout_secs=SECONDS).names(JOB)
     bucket = gcs_server.make_bucket(server_url)
-    assert BackupRoot(f"gs://{bucket}", timeout_secs=SECONDS).backups(JOB) == []
-    assert BackupRoot(f"gs://{bucket}/a/prefix", timeout_secs=SECONDS).backups(JOB) == []
+    assert BackupRoot(f"gs://{bucket}", timeout_secs=SECONDS).names(JOB) == []
+    assert BackupRoot(f"gs://{bucket}/a/prefix", timeout_secs=SECONDS).names(JOB) == []
 
 
 def test_backups_are_found_newest_first_and_others_left_out(tmp_path: Path) -> None:
@@ -244,12 +244,17 @@ def test_backups_are_found_newest_first_and_others_left_out(tmp_path: Path) -> N
     (folder / "other-s9-n0-w0.meta").write_text(DIGEST)
     (folder / f"{JOB}-s6-n1-w0.meta").write_text(DIGEST)
 
-    newest, older = BackupRoot(str(tmp_path), timeout_secs=SECONDS).backups(JOB)
+    root = BackupRoot(str(tmp_path), timeout_secs=SECONDS)
+    assert root.names(JOB) == ["2026-02-01_00-00", "2026-01-02_03-04"]
+    newest, older = (root.backup(JOB, name) for name in root.names(JOB))
 
-    assert (newest.name, older.name) == ("2026-02-01_00-00", "2026-01-02_03-04")
-    assert set(newest.metas) == {5, 6} and not older.metas
-    assert newest.fault(5) == "no data of rank 1"
+    assert newest.ranks == {5: (0, 1), 6: (1,)} and not older.ranks
     assert newest.fault(6) == "no .meta of rank 0"
+    assert newest.fault(5) is None
+    with pytest.raises(ShareError, match="job-a-s5-n1-w0.meta says 'D8"):
+        root.digests(JOB, newest, 5)
+    (folder / f"{JOB}-s5-n1-w0.meta").write_text(DIGEST)
+    assert root.digests(JOB, newest, 5) == {0: DIGEST, 1: DIGEST}
 
 
 # What a server gives away.

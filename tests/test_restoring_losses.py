@@ -1,4 +1,4 @@
-"""Jobs that lose processes, nodes and all memory, and come back: real processes, both replicators."""
+"""Jobs that lose processes, nodes and all memory, and come back, opposite both replicators."""
 
 from __future__ import annotations
 
