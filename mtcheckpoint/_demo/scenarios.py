@@ -1,0 +1,142 @@
+"""The three losses, and how the job comes back from each."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+from mtcheckpoint._demo.job import NODES, Job
+from mtcheckpoint._demo.stage import Stage
+from mtcheckpoint._demo.view import Recovery
+
+__all__ = ["SCENARIOS", "Scenario", "play"]
+
+_STEPS_BETWEEN_LOSSES = 60
+_SAVES_BETWEEN_LOSSES = 4
+_TRAINING_LIMIT_SECONDS = 90.0
+_RECOVERY_LIMIT_SECONDS = 90.0
+_STRUCK_RANK = 1
+
+_PLACES = {"local": "its own memory", "peer": "a peer's memory", "backup": "the backup"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Scenario:
+    """One way to lose a running job.
+
+    Attributes:
+        name: as in the JSON file.
+        title: what is about to happen, for people.
+        told: what has happened, for people.
+        strike: does it; no process runs afterwards.
+        expected_tier: where the state should come from.
+    """
+
+    name: str
+    title: str
+    told: str
+    strike: Callable[[Job], None]
+    expected_tier: str
+
+
+def _kill_process(job: Job) -> None:
+    job.kill(_STRUCK_RANK)
+    job.end()
+
+
+def _lose_node(job: Job) -> None:
+    job.kill(_STRUCK_RANK)
+    job.wipe(_STRUCK_RANK)
+    job.end()
+
+
+def _lose_all_memory(job: Job) -> None:
+    job.end()
+    for rank in range(NODES):
+        job.wipe(rank)
+
+
+SCENARIOS = (
+    Scenario(
+        name="process-killed",
+        title="training, until a process is killed",
+        told=f"killed process {_STRUCK_RANK}",
+        strike=_kill_process,
+        expected_tier="local",
+    ),
+    Scenario(
+        name="node-lost",
+        title="training, until a node is lost with its memory",
+        told=f"lost node {_STRUCK_RANK} and its memory",
+        strike=_lose_node,
+        expected_tier="peer",
+    ),
+    Scenario(
+        name="all-memory-lost",
+        title="training, until all nodes are lost",
+        told="lost all nodes and all memory",
+        strike=_lose_all_memory,
+        expected_tier="backup",
+    ),
+)
+
+
+def play(scenario: Scenario, stage: Stage) -> Recovery:
+    """Lets the running job train for a while, strikes it, and brings it back.
+
+    Raises:
+        WaitTimeoutError: it did not train, or did not come back.
+        ProcessFailedError: a process failed that was not struck.
+    """
+    job = stage.job
+    stage.act = scenario.title
+    stage.wait_until(
+        lambda: _is_worth_losing(job, scenario),
+        "the job to train and save",
+        _TRAINING_LIMIT_SECONDS,
+    )
+    begun = time.monotonic()
+    scenario.strike(job)
+    reached, committed = job.step, job.last_committed_step
+    assert committed is not None
+    stage.say(f"{scenario.told} at step {reached}", style="red")
+    stage.act = "starting again"
+    job.start()
+    stage.wait_until(lambda: job.is_restored, "the state to come back", _RECOVERY_LIMIT_SECONDS)
+    seconds = time.monotonic() - begun
+    stage.wait_until(lambda: job.is_compared, "the comparison", _RECOVERY_LIMIT_SECONDS)
+    recovery = _recovery(scenario, job, reached, committed, seconds)
+    stage.say(_told(recovery), style="green" if recovery.ok else "bold red")
+    return recovery
+
+
+def _is_worth_losing(job: Job, scenario: Scenario) -> bool:
+    has_trained = job.trained_steps >= _STEPS_BETWEEN_LOSSES and job.saves >= _SAVES_BETWEEN_LOSSES
+    return has_trained and (scenario.expected_tier != "backup" or job.backup_step is not None)
+
+
+def _recovery(
+    scenario: Scenario, job: Job, reached: int, committed: int, seconds: float
+) -> Recovery:
+    restored = job.restored_step
+    return Recovery(
+        scenario=scenario.name,
+        reached_step=reached,
+        # A step that came back was committed, even when no process lived to say so.
+        last_committed_step=max(committed, -1 if restored is None else restored),
+        restored_step=-1 if restored is None else restored,
+        tier=job.tier or "none",
+        expected_tier=scenario.expected_tier,
+        state_matches=job.state_matches,
+        recovery_seconds=seconds,
+    )
+
+
+def _told(recovery: Recovery) -> str:
+    arrays = "all arrays equal" if recovery.state_matches else "ARRAYS DIFFER"
+    place = _PLACES.get(recovery.tier, "nowhere")
+    return (
+        f"back at step {recovery.restored_step} from {place} in"
+        f" {recovery.recovery_seconds:.1f} s, {recovery.steps_lost} steps lost, {arrays}"
+    )
