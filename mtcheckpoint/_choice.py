@@ -13,7 +13,7 @@ from typing import Any
 
 from mtcheckpoint._handshake.offers import Holdings, MetaEntry, merge, newest_complete
 
-__all__ = ["Choice", "Save", "VolumeSummary", "choose"]
+__all__ = ["Choice", "Save", "VolumeSummary", "choose", "saves_of"]
 
 # Saves that are offered to the reader; the replicator keeps one or two.
 _OFFERED_SAVES = 8
@@ -107,7 +107,7 @@ def choose(
         replicas: data-parallel replicas that the replicator is told of; None for copies.
         offers: whether there is a replicator, which offers a save after the handshake.
     """
-    saves = sorted(_saves(volumes), key=lambda save: (save.step, save.save_id), reverse=True)
+    saves = sorted(saves_of(volumes), key=lambda save: (save.step, save.save_id), reverse=True)
     digests = _offered_digests(volumes, nodes=nodes, replicas=replicas) if offers else None
     known = {
         digest: save_id
@@ -131,7 +131,7 @@ def choose(
     return Choice(saves=kept, offered=offered if offered in range(len(kept)) else None)
 
 
-def _saves(volumes: Iterable[VolumeSummary]) -> list[Save]:
+def saves_of(volumes: Iterable[VolumeSummary]) -> list[Save]:
     """Shares grouped by save."""
     found: dict[tuple[int, str], list[tuple[int, int]]] = {}
     stale: list[tuple[int, int, int]] = []

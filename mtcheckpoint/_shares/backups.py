@@ -11,6 +11,7 @@ import tempfile
 import urllib.parse
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from mtcheckpoint._shares.places import LocalPlace, Place
 from mtcheckpoint.errors import ShareError, TierUnreadableError
 
 __all__ = ["Backup", "BackupRoot"]
+
+# Thousands of small files, each a round trip.
+_PARALLEL_READS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +78,17 @@ class BackupRoot:
         # alive, and the copies go with it.
         self._copies: dict[str, tempfile.TemporaryDirectory[str]] = {}
 
+    def entries(self, folder: str = "") -> list[str]:
+        """All names directly in a folder below this root, or in the root itself.
+
+        Raises:
+            TierUnreadableError: the root is not there, or the folder could not be listed.
+        """
+        names = self._list(f"{self._path}/{folder}" if folder else self._path)
+        if names is None:
+            self._check_root()
+        return sorted(names or ())
+
     def names(self, job: str) -> list[str]:
         """The names of the job's backups, newest first; [] when the job has none.
 
@@ -113,17 +128,49 @@ class BackupRoot:
             TierUnreadableError: one could not be read.
         """
         folder = f"{self._path}/{job}/{backup.name}"
-        found = {}
-        for rank in backup.ranks[step]:
-            name = files.ShareName(job=job, step=step, node_rank=rank).meta
-            digest = (self.read(f"{folder}/{name}") or b"").decode(errors="replace").strip()
+        found = self.claims(job, backup, step)
+        for rank, digest in found.items():
             if digest not in backup.data:
+                name = files.ShareName(job=job, step=step, node_rank=rank).meta
                 said = digest[:80] or "nothing"
                 raise ShareError(
                     f"{folder}/{name} says {said!r}, and there is no such data", place=folder
                 )
-            found[rank] = digest
         return found
+
+    def claims(self, job: str, backup: Backup, step: int) -> dict[int, str]:
+        """What each rank's ``.meta`` of a step says, sensible or not.
+
+        Raises:
+            TierUnreadableError: one could not be read.
+        """
+
+        def claim(rank: int) -> str:
+            name = files.ShareName(job=job, step=step, node_rank=rank).meta
+            text = self.read(f"{self._path}/{job}/{backup.name}/{name}") or b""
+            return text.decode(errors="replace").strip()
+
+        ranks = backup.ranks[step]
+        with ThreadPoolExecutor(_PARALLEL_READS) as pool:
+            return dict(zip(ranks, pool.map(claim, ranks), strict=True))
+
+    def sizes(self, job: str, backup: Backup) -> dict[str, int]:
+        """Bytes of each hash's data in a backup, from one listing of all its files.
+
+        Raises:
+            TierUnreadableError: it could not be listed.
+        """
+        folder = f"{self._path}/{job}/{backup.name}"
+        try:
+            found = self._filesystem.find(folder, detail=True)
+        except Exception as error:
+            raise self._unreadable(folder, error) from error
+        sizes = dict.fromkeys(backup.data, 0)
+        for path, entry in found.items():
+            match = files.DATA_NAME.fullmatch(path.removeprefix(f"{folder}/").partition("/")[0])
+            if match is not None and match[1] in sizes:
+                sizes[match[1]] += int(entry["size"] or 0)
+        return sizes
 
     def place(self, job: str, backup: Backup, digest: str) -> Place:
         """Where one share of a backup lies."""

@@ -18,7 +18,7 @@ from mtcheckpoint._handshake import files
 from mtcheckpoint._shares.identity import IDENTITY_FILE, STATE_ITEM, Identity, identity_from_json
 from mtcheckpoint.errors import ShareError
 
-__all__ = ["HeldShare", "PIN_FOLDER", "Volume", "pin", "take_inventory"]
+__all__ = ["HeldShare", "PIN_FOLDER", "Volume", "jobs_in", "pin", "take_inventory"]
 
 # Not digits, and not kept by a replicator's clean-up.
 PIN_FOLDER = "mtcheckpoint.pinned"
@@ -26,6 +26,7 @@ PIN_FOLDER = "mtcheckpoint.pinned"
 # `<step>`: committed, not taken. `<step>.again`: being announced again. `.save`: being hashed.
 _AGAIN = re.compile(r"([0-9]+)\.again")
 _ORBAX_PROCESS = re.compile(r"ocdbt\.process_([0-9]+)")
+_ORBAX_ID = "orbax-"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +48,11 @@ class HeldShare:
     nodes: int
     digest: str | None
     path: Path
+
+    @property
+    def by_orbax(self) -> bool:
+        """Whether Orbax wrote it, so that it does not say whose it is."""
+        return self.save_id.startswith(_ORBAX_ID)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +91,21 @@ def take_inventory(volume: Path, job: str) -> Volume:
         if share is not None:
             shares.append(share)
     return Volume(shares=tuple(shares), metas=tuple(metas), digests=digests, damaged=tuple(damaged))
+
+
+def jobs_in(volume: Path) -> set[str]:
+    """The jobs of which something lies in a volume, as far as names and shares tell."""
+    jobs = set()
+    for entry in os.scandir(volume):
+        named = [files.parse_share_name(entry.name, kind) for kind in ("meta", "save")]
+        jobs |= {share.job for share in named if share is not None}
+        if files.is_step_name(entry.name) or _AGAIN.fullmatch(entry.name):
+            try:
+                text = (Path(entry.path) / IDENTITY_FILE).read_bytes()
+                jobs.add(identity_from_json(text, entry.path).job)
+            except (OSError, ShareError):
+                continue  # Orbax's own, or damaged: it does not say
+    return jobs
 
 
 def pin(share: HeldShare, volume: Path) -> HeldShare:
@@ -181,7 +202,7 @@ def _identify_orbax(
         return None
     return HeldShare(
         step=step,
-        save_id=f"orbax-{hashlib.sha256(layout.encode()).hexdigest()[:16]}",
+        save_id=f"{_ORBAX_ID}{hashlib.sha256(layout.encode()).hexdigest()[:16]}",
         node_rank=rank if rank is not None else written_by[0],
         nodes=layout.count("[") - 1,
         digest=digest,
