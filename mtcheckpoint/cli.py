@@ -27,6 +27,7 @@ class _Command:
 
 _COMMANDS = (
     _Command("demo", "see a job lose machines and come back, in under two minutes"),
+    _Command("ls", "show what lies in volumes and backups"),
     _Command("replicator", "play the replicator for nodes on this machine"),
 )
 
