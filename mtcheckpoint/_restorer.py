@@ -339,8 +339,9 @@ class _Attempt:
 
     def _missing_anywhere(self, plan: ReadPlan | None) -> bool:
         text = "" if plan is None else _missing_text(plan)
-        if text and self._notes:
-            text += f" ({'; '.join(self._notes)})"
+        notes = dict.fromkeys((*self._notes, *self._sources.faults))
+        if text and notes:
+            text += f" ({'; '.join(notes)})"
         told = self._coordinator.gather("restore/missing", text)
         self._faults = {process: text for process, text in enumerate(told) if text}
         return bool(self._faults)
@@ -461,6 +462,8 @@ class _Attempt:
         message = f"{', '.join(names)}: {told[first][2]}"
         if told[first][1] == "StructureMismatchError":
             raise StructureMismatchError(message, paths=[])
+        if told[first][1] == "TierUnreadableError":
+            raise TierUnreadableError(message, place=self._candidate.source)
         raise RestoreError(f"restore of step {self._candidate.step}, {topic}: {message}")
 
     @contextlib.contextmanager

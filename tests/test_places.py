@@ -251,7 +251,7 @@ def test_backups_are_found_newest_first_and_others_left_out(tmp_path: Path) -> N
     assert newest.ranks == {5: (0, 1), 6: (1,)} and not older.ranks
     assert newest.fault(6) == "no .meta of rank 0"
     assert newest.fault(5) is None
-    with pytest.raises(ShareError, match="job-a-s5-n1-w0.meta says 'D8"):
+    with pytest.raises(ShareError, match=r"job-a-s5-n1-w0\.meta says 'D8"):
         root.digests(JOB, newest, 5)
     (folder / f"{JOB}-s5-n1-w0.meta").write_text(DIGEST)
     assert root.digests(JOB, newest, 5) == {0: DIGEST, 1: DIGEST}

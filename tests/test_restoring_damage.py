@@ -30,6 +30,8 @@ from restoring_jobs import (
 )
 
 from mtcheckpoint._handshake import files
+from mtcheckpoint._shares.places import LocalPlace
+from mtcheckpoint.errors import TierUnreadableError
 from mtcheckpoint.testing import abstract_state, case_mesh, case_state, ram_disk
 
 NODES = 4
@@ -121,6 +123,12 @@ def test_without_a_copy_and_a_backup_there_is_an_error(with_copies: dict[str, An
         assert f"process {VICTIM}" in process["message"] and "manifest" in process["message"]
 
 
+def test_a_backup_that_one_host_cannot_read_is_an_error_on_all(with_copies: Any) -> None:
+    found = with_copies["both copies, backup unreadable on one"]
+    assert same(found, "error") == "TierUnreadableError"
+    assert all("no permission" in process["message"] for process in found)
+
+
 def test_an_explicit_step_is_not_taken_from_elsewhere(with_copies: dict[str, Any]) -> None:
     found = with_copies["explicit step"]
     assert same(found, "error", "available", "afterwards") == ["StepNotFoundError", [2], 2]
@@ -160,6 +168,7 @@ def scenarios(root: str) -> dict[str, Callable[[], dict[str, Any]]]:
         "both copies, without a backup": lambda: restored_after(
             root, truncate_manifest, copies=True
         ),
+        "both copies, backup unreadable on one": lambda: unreadable_on_one(root, **backup),
         "explicit step": lambda: explicit_step(root),
         "another job's files": lambda: beside_another_job(root),
     }
@@ -188,6 +197,21 @@ def restored_after(
             return summary(manager.restore_latest(target()))
 
     return outcome(attempt)
+
+
+def unreadable_on_one(root: str, **flags: Any) -> dict[str, Any]:
+    read = LocalPlace.read
+
+    def refuse(place: LocalPlace, file: str) -> bytes | None:
+        if rank() == VICTIM and place.tier == "backup":
+            raise TierUnreadableError(f"no permission for {file}", place=place.name)
+        return read(place, file)
+
+    LocalPlace.read = refuse  # type: ignore[method-assign]
+    try:
+        return restored_after(root, truncate_manifest, copies=True, **flags)
+    finally:
+        LocalPlace.read = read  # type: ignore[method-assign]
 
 
 def harm_if_there(harm: Callable[[], None]) -> None:
