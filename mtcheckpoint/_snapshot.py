@@ -8,11 +8,13 @@ that donating or overwriting them afterwards is safe.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mtcheckpoint._trees import flatten_named
@@ -50,7 +52,7 @@ def take_snapshot(tree: Any, mesh: jax.sharding.Mesh) -> Snapshot:
 
     Raises:
         TypeError: a leaf is of another type.
-        ValueError: an array was donated or deleted already.
+        ValueError: an array was donated or deleted already, or has no elements.
     """
     named, structure = flatten_named(tree)
     for name, leaf in named.items():
@@ -68,17 +70,43 @@ def take_snapshot(tree: Any, mesh: jax.sharding.Mesh) -> Snapshot:
 
 
 def _check_leaf(name: str, leaf: Any) -> None:
-    if isinstance(leaf, jax.Array):
-        if leaf.is_deleted():
-            raise ValueError(
-                f"leaf {name!r} was donated or deleted before the save: save the state that the"
-                " step returned, not the one that went into it"
-            )
-    elif not isinstance(leaf, _HOST_TYPES):
-        raise TypeError(
-            f"leaf {name!r} is of type {type(leaf).__name__}: a state holds jax.Array, numpy arrays,"
-            " numbers and strings. Put other things into `extras`"
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise ValueError(
+            f"leaf {name!r} was donated or deleted before the save: save the state that the step"
+            " returned, not the one that went into it"
         )
+    if not isinstance(leaf, (jax.Array, *_HOST_TYPES)):
+        raise TypeError(
+            f"leaf {name!r} is of type {type(leaf).__name__}: a state holds jax.Array, numpy"
+            " arrays, numbers and strings. Put other things into `extras`"
+        )
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        _check_array(name, leaf)
+    elif isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
+        raise ValueError(f"leaf {name!r} is {leaf}: integers beyond 64 bits are not saved")
+
+
+def _check_array(name: str, array: Any) -> None:
+    if array.size == 0:
+        raise ValueError(
+            f"leaf {name!r} has the shape {array.shape}: arrays without elements are not saved."
+            " Leave it out of the state, or make it None"
+        )
+    is_key = isinstance(array, jax.Array) and _is_key(array)
+    if not is_key and not isinstance(array, np.str_) and not _is_storable(array.dtype.name):
+        raise TypeError(
+            f"leaf {name!r} has elements of type {array.dtype}, which TensorStore does not store."
+            " Convert it, or put it into `extras`"
+        )
+
+
+@functools.cache
+def _is_storable(dtype: str) -> bool:
+    try:
+        ts.dtype(dtype)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _is_key(leaf: jax.Array) -> bool:
