@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mtcheckpoint import errors as errors
+    from mtcheckpoint._extras import spread_extras as spread_extras
     from mtcheckpoint._initialize import initialize as initialize
     from mtcheckpoint._persistent import create_checkpoint_manager as create_checkpoint_manager
     from mtcheckpoint._replicator.embedded import EmbeddedReplicator as EmbeddedReplicator
@@ -37,6 +38,7 @@ _HOMES = {
     "RestoredState": "mtcheckpoint._restorer",
     "create_checkpoint_manager": "mtcheckpoint._persistent",
     "initialize": "mtcheckpoint._initialize",
+    "spread_extras": "mtcheckpoint._extras",
 }
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "create_checkpoint_manager",
     "errors",
     "initialize",
+    "spread_extras",
 ]
 
 
