@@ -19,7 +19,12 @@ import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from mtcheckpoint._clock import Deadline, wait_for
+from mtcheckpoint.errors import WaitTimeoutError
+
 SOURCE_VARIABLE = "MTCHECKPOINT_REPLICATOR_SRC"
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _CHILD_VARIABLE = "GOOGLE_REPLICATOR_CHILD"
 
 
@@ -97,30 +102,42 @@ def _free_port() -> int:
 
 def _supervise(pid_file: Path) -> None:
     """Runs the node again whenever it ends, as its container does, children included."""
-    child: subprocess.Popen[bytes] | None = None
-
-    def kill_group() -> None:
-        if child is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-
-    def stop(*_: object) -> None:
-        kill_group()
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     environment = {**os.environ, _CHILD_VARIABLE: "1"}
     while True:
         child = subprocess.Popen(
             [sys.executable, *sys.argv], env=environment, start_new_session=True
         )
-        pid_file.write_text(str(child.pid))
-        child.wait()
-        kill_group()
+        try:
+            pid_file.write_text(str(child.pid))
+            child.wait()
+        finally:
+            _end_group(child)
+
+
+def _end_group(leader: subprocess.Popen[bytes]) -> None:
+    """Ends a process and its children, gently first: killed ones would leave semaphores behind."""
+
+    def is_gone() -> bool | None:
+        try:
+            # Orphans come to us, because we are their subreaper.
+            os.waitpid(-leader.pid, os.WNOHANG)
+        except ChildProcessError:
+            return True
+        return None
+
+    try:
+        os.killpg(leader.pid, signal.SIGTERM)
+        wait_for(is_gone, Deadline.after(2), "the children of the replicator")
+    except ProcessLookupError:
+        pass
+    except WaitTimeoutError:
+        os.killpg(leader.pid, signal.SIGKILL)
 
 
 def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _platform(root: Path, rank: int) -> types.ModuleType:
@@ -134,8 +151,6 @@ def _platform(root: Path, rank: int) -> types.ModuleType:
         os.rename(staging, registry)
 
     def look_up(job: str) -> str:
-        from mtcheckpoint._clock import Deadline, wait_for
-
         def look() -> str | None:
             return registry.read_text() if registry.exists() else None
 
