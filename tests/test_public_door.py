@@ -64,15 +64,23 @@ def test_exports_exist_once_each() -> None:
         assert all(hasattr(module, name) for name in module.__all__)
 
 
-def test_nothing_public_is_left_unexported() -> None:
-    """A name without an underscore is either exported or a module that is meant to be imported."""
-    modules = {"config", "manager", "testing", "cli", "errors"}
-    loose = {
-        name
-        for name, value in vars(mtcheckpoint).items()
-        if not name.startswith("_") and name not in modules and name not in mtcheckpoint.__all__
-    }
-    assert loose == set()
+def test_a_star_import_gives_just_these() -> None:
+    namespace: dict[str, Any] = {}
+    exec("from mtcheckpoint import *", namespace)
+    assert set(namespace) - {"__builtins__"} == set(mtcheckpoint.__all__)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        mtcheckpoint.no_such_name  # noqa: B018
+
+
+def test_other_modules_are_marked_as_ours() -> None:
+    """A module without an underscore is one that users may import."""
+    entries = Path(mtcheckpoint.__file__).parent.iterdir()
+    names = {e.stem for e in entries if e.suffix == ".py" or (e / "__init__.py").exists()}
+    public = {name for name in names if not name.startswith("_")}
+    assert public == {"cli", "config", "errors", "manager", "testing"}
 
 
 @pytest.mark.parametrize("name", sorted(public_things()))
@@ -185,6 +193,7 @@ def test_the_class_to_train_with_is_one_of_orbaxs_managers() -> None:
 def test_importing_starts_no_device_and_says_nothing() -> None:
     code = (
         "import mtcheckpoint, jax._src.xla_bridge as b, threading;"
+        "[getattr(mtcheckpoint, name) for name in mtcheckpoint.__all__];"
         "assert not b.backends_are_initialized(); assert threading.active_count() == 1"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
