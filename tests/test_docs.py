@@ -6,6 +6,8 @@ Run as a program, this writes the module map of docs/architecture.md anew.
 from __future__ import annotations
 
 import ast
+import doctest
+import importlib
 import json
 import os
 import re
@@ -51,6 +53,13 @@ for name, blocks, times in json.load(sys.stdin):
 with open(os.environ["DOCS_RESULT"], "w") as file:
     json.dump(outcomes, file)
 """
+
+
+def modules() -> Iterator[Path]:
+    """All modules with anything in them; an empty ``__init__`` only marks a package."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.read_text(encoding="utf-8").strip():
+            yield path
 
 
 def blocks(document: Path) -> list[dict[str, object]]:
@@ -122,6 +131,21 @@ def test_yaml_is_yaml(document: Path) -> None:
         assert isinstance(yaml.safe_load(block), dict)
 
 
+def modules_with_examples() -> list[str]:
+    return [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in modules()
+        if ">>> " in path.read_text(encoding="utf-8")
+    ]
+
+
+@pytest.mark.parametrize("name", modules_with_examples())
+def test_examples_in_docstrings_run(name: str) -> None:
+    outcome = doctest.testmod(importlib.import_module(name))
+    assert outcome.attempted > 0
+    assert outcome.failed == 0
+
+
 # Links, commands and flags.
 
 
@@ -179,13 +203,6 @@ def test_the_version_is_in_the_changelog() -> None:
 
 
 # The module map.
-
-
-def modules() -> Iterator[Path]:
-    """All modules with anything in them; an empty ``__init__`` only marks a package."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if path.read_text(encoding="utf-8").strip():
-            yield path
 
 
 def map_name(path: Path) -> str:
