@@ -149,27 +149,25 @@ def _saved(
 # A digits-only name is a finished step, and only ours are deleted (case 8).
 
 
-def many_saves(root: str, steps: int) -> list[int]:
-    with mtc.ReplicatedCheckpointManager(
-        alone(root, max_num_checkpoints_to_keep=3), mesh=mesh()
-    ) as manager:
+def many_saves(root: str, steps: int) -> int:
+    """Saves `steps` steps and keeps them, fails at step 9000, goes on, and keeps two."""
+    generous = alone(root, max_num_checkpoints_to_keep=steps + 1)
+    with mtc.ReplicatedCheckpointManager(generous, mesh=mesh()) as manager:
         for step in range(steps):
             assert manager.save(step, case_state(mesh(), step), extras={"rank": rank()}, force=True)
-        # A directory of the next step's name lies on node 1, and is not ours.
         manager.wait_until_finished()
-        report("saved")
         try:
             manager.save(9000, case_state(mesh(), 9000), force=True)
             manager.wait_until_finished()
         except mtc.errors.SaveError as error:
             report("refused", text=str(error))
-        assert manager.save(steps, case_state(mesh(), steps), force=True)
     with mtc.ReplicatedCheckpointManager(alone(root), mesh=mesh()) as manager:
         restored = manager.restore_latest(case_state(mesh(), 0))
         assert restored is not None
         assert_state(restored.state, restored.step)
-        assert restored.extras == tuple({"rank": r} for r in range(2)) or restored.step == steps
-        return [restored.step]
+        assert restored.extras == tuple({"rank": r} for r in range(2))
+        assert manager.save(steps, case_state(mesh(), steps), force=True)
+        return restored.step
 
 
 # A slow replicator and a small disk (case 9).
@@ -257,17 +255,12 @@ def _fill(filler: Path) -> None:
 # The replicator is not yet watching.
 
 
-def save_at_once(root: str) -> dict[str, Any]:
-    """Saves as soon as the restore has returned, twice, and leaves."""
+def save_at_once(root: str, saves: int) -> None:
+    """Saves as soon as the restore has returned, and leaves as soon as that is done."""
     with mtc.ReplicatedCheckpointManager(config(root), mesh=mesh()) as manager:
         assert manager.restore_latest(None) is None
-        first = manager.save(1, case_state(mesh(), 1), force=True)
-        second = manager.save(2, case_state(mesh(), 2), force=True)
-    with_one = []
-    with mtc.ReplicatedCheckpointManager(config(root), mesh=mesh()) as manager:
-        assert manager.restore_latest(None) is None
-        with_one.append(manager.save(3, case_state(mesh(), 3), force=True))
-    return {"started": [first, second, *with_one]}
+        for step in range(saves):
+            assert manager.save(step, case_state(mesh(), step), force=True)
 
 
 # Processes that are stopped or killed.
