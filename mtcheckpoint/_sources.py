@@ -10,9 +10,8 @@ import jax
 import tensorstore as ts
 
 from mtcheckpoint._reader import ReadPlan, plan_reads
-from mtcheckpoint._restore import Chunk
-from mtcheckpoint._shares.contents import Leaf, ShareContents, read_contents
-from mtcheckpoint._shares.layout import Layout
+from mtcheckpoint._shares.contents import ShareContents, read_contents
+from mtcheckpoint._shares.layout import Layout, ranks_to_open
 from mtcheckpoint._shares.places import Place
 from mtcheckpoint._target import Target, resolve_target
 from mtcheckpoint.errors import ShareError, TierUnreadableError
@@ -116,18 +115,12 @@ class Sources:
 
     def _open_for(self, plan: ReadPlan, target: Target, layout: Layout) -> bool:
         """Opens shares that should hold what a plan misses; False when there are none left."""
-        leaves = {leaf.leaf.name: leaf.leaf for leaf in target.leaves}
-        chosen: set[int] = set()
-        for name, chunks in plan.missing.items():
-            for chunk in chunks:
-                if not chosen & self._holders(layout, leaves[name], chunk):
-                    chosen.update(self._in_turn(self._holders(layout, leaves[name], chunk))[:1])
+        shardings = {leaf.leaf.name: leaf.leaf.sharding for leaf in target.leaves}
+        missing = [(shardings[name], chunks) for name, chunks in plan.missing.items()]
+        chosen = ranks_to_open(missing, layout, closed=self._closed(), turn=self._turn)
         for rank in sorted(chosen):
             self._open(rank)
         return bool(chosen)
-
-    def _holders(self, layout: Layout, leaf: Leaf, chunk: Chunk) -> set[int]:
-        return set(layout.ranks_of(leaf.sharding, chunk)) & self._closed()
 
     def _closed(self) -> set[int]:
         """Ranks that have a copy left that was not opened yet."""

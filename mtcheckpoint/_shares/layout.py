@@ -7,12 +7,12 @@ that hold what is needed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Layout"]
+__all__ = ["Layout", "ranks_to_open"]
 
 Chunk = tuple[int, ...]
 
@@ -62,6 +62,31 @@ class Layout:
             spec=tuple(_axes(part) for part in sharding["partition_spec"]),
             ranks=np.array(ranks).reshape(sharding["shape"]),
         )
+
+
+def ranks_to_open(
+    missing: Iterable[tuple[Mapping[str, Any] | None, Iterable[Chunk]]],
+    layout: Layout,
+    *,
+    closed: Set[int],
+    turn: int,
+) -> set[int]:
+    """A few ranks whose shares should hold, together, all that is missing.
+
+    Args:
+        missing: the chunks that are missing of each leaf, with the leaf's sharding.
+        layout: of the save.
+        closed: ranks whose shares can be opened and were not yet.
+        turn: where to begin among equal ones.
+    """
+    chosen: set[int] = set()
+    for sharding, chunks in missing:
+        for chunk in chunks:
+            ranks = layout.ranks_of(sharding, chunk)
+            if chosen.isdisjoint(ranks) and not closed.isdisjoint(ranks):
+                holders = sorted(ranks & closed)
+                chosen.add(holders[turn % len(holders)])
+    return chosen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
