@@ -416,7 +416,8 @@ def catch_up_operation_id(target: int) -> None:
     """Counts on to `target`.
 
     Orbax's continuous policy counts an operation when it is asked. Asked on one process only, that
-    one would use other keys than the rest at the next save, which then waits for ever.
+    one would use other keys than the rest at the next save, and the rest would write without
+    waiting for the directories that it makes.
     """
     while operation_id() < target:
         synchronization.OperationIdGenerator.next_operation_id()

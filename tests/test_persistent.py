@@ -21,6 +21,7 @@ import mtcheckpoint as mtc
 import mtcheckpoint.testing as mtt
 from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._jax import MemoryStore
+from mtcheckpoint._orbax import operation_id
 from mtcheckpoint._persistent import AgreedPolicy
 from mtcheckpoint.errors import ConfigError, CoordinationError, TierUnreadableError
 
@@ -417,7 +418,8 @@ def loop(folder: str, saves: int, kind: str = "flags", **changes: Any) -> dict[s
         target = mtt.abstract_state(mtt.case_state(mesh, 0))
         state = manager.restore(found[-1], args=ocp.args.StandardRestore(target))
         mtt.assert_state(state, found[-1])
-    return {"saved": saved, "found": found, "steps": step + 1}
+    # Orbax counts its operations, and the processes meet under that number.
+    return {"saved": saved, "found": found, "steps": step + 1, "operation": operation_id()}
 
 
 @dataclasses.dataclass
