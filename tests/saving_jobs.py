@@ -359,3 +359,15 @@ def caught(kind: type[BaseException]) -> Iterator[list[BaseException]]:
 
 def process_id() -> int:
     return os.getpid()
+
+
+def save_once(root: str, step: int) -> int | None:
+    """Restores, saves at once, and leaves; the step that was restored."""
+    settings = config(root, local_checkpoint_directory=f"{root}/node{rank()}")
+    with mtc.ReplicatedCheckpointManager(settings, mesh=mesh()) as manager:
+        restored = manager.restore_latest(case_state(mesh(), 0))
+        assert manager.save(step, case_state(mesh(), step), force=True)
+        if restored is None:
+            return None
+        assert_state(restored.state, restored.step)
+        return restored.step

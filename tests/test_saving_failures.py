@@ -155,5 +155,7 @@ def test_a_preemption_of_one_process_saves_the_same_step_on_all(volume_root: Pat
         first, second = group.wait(60)
     assert first == second
     assert first["started"]
-    names = [sorted(path.name for path in node.iterdir()) for node in NodeDirectories(volume_root, 2)]
+    names = [
+        sorted(path.name for path in node.iterdir()) for node in NodeDirectories(volume_root, 2)
+    ]
     assert names == [[str(first["step"])]] * 2
