@@ -207,12 +207,10 @@ class Session:
         told = self._coordinator.gather(
             "restore/notes", [self._unsafe_step(), self._inventory.damaged]
         )
+        damaged = {process: texts for process, (_, texts) in enumerate(told) if texts}
         notes = [
-            PassedOver(step=None, source=f"{_MEMORY} of {name}", reason="; ".join(damaged))
-            for (_, damaged), name in zip(
-                told, self._coordinator.names(range(len(told))), strict=True
-            )
-            if damaged
+            PassedOver(step=None, source=f"{_MEMORY} of {name}", reason="; ".join(texts))
+            for name, texts in zip(self._coordinator.names(damaged), damaged.values(), strict=True)
         ]
         lost = max((step for step, _ in told if step is not None), default=None)
         if lost is not None and not any(s.step >= lost and not s.gone for s in choice.saves):
