@@ -33,6 +33,7 @@ class Layout:
         self._everyone = frozenset(ranks)
         # By identity: leaves with the same sharding share one description of it.
         self._meshes: dict[int, tuple[Any, _MeshRanks | None]] = {}
+        self._ranks: dict[tuple[int, Chunk], frozenset[int]] = {}
 
     def ranks_of(self, sharding: Mapping[str, Any] | None, chunk: Chunk) -> frozenset[int]:
         """The ranks whose shares hold a chunk of a leaf.
@@ -40,10 +41,11 @@ class Layout:
         All ranks for a leaf without a mesh: a number, a host's array, or a sharding of a kind that
         the save does not describe. Then only a look into the shares tells.
         """
-        mesh = self._mesh(sharding)
-        if mesh is None:
-            return self._everyone
-        return mesh.ranks_of(chunk)
+        key = (id(sharding), chunk)
+        if key not in self._ranks:
+            mesh = self._mesh(sharding)
+            self._ranks[key] = self._everyone if mesh is None else mesh.ranks_of(chunk)
+        return self._ranks[key]
 
     def _mesh(self, sharding: Mapping[str, Any] | None) -> _MeshRanks | None:
         if id(sharding) not in self._meshes:
