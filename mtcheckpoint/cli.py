@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import signal
 import sys
@@ -11,25 +10,17 @@ from collections.abc import Sequence
 
 from mtcheckpoint.errors import MtCheckpointError
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main"]
 
 _FAILED = 1
 _INTERRUPTED = 128 + signal.SIGINT
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Command:
-    """A subcommand, whose arguments and work are those of a module of `mtcheckpoint._commands`."""
-
-    name: str
-    summary: str
-
-
-_COMMANDS = (
-    _Command("demo", "see a job lose machines and come back, in under two minutes"),
-    _Command("ls", "show what lies in volumes and backups"),
-    _Command("replicator", "play the replicator for nodes on this machine"),
-)
+# The command NAME is the module mtcheckpoint._commands.NAME.
+COMMANDS = {
+    "demo": "see a job lose machines and come back, in under two minutes",
+    "ls": "show what lies in volumes and backups",
+    "replicator": "play the replicator for nodes on this machine",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,16 +51,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Checkpoints for JAX that survive in the cluster's memory.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in _COMMANDS:
-        subparser = commands.add_parser(
-            command.name, help=command.summary, description=f"{_sentence(command.summary)}."
-        )
-        if command.name in argv[:1]:
-            module = importlib.import_module(f"mtcheckpoint._commands.{command.name}")
+    for name, summary in COMMANDS.items():
+        description = f"{summary[0].upper()}{summary[1:]}."
+        subparser = commands.add_parser(name, help=summary, description=description)
+        if name in argv[:1]:
+            module = importlib.import_module(f"mtcheckpoint._commands.{name}")
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
     return parser.parse_args(argv)
-
-
-def _sentence(summary: str) -> str:
-    return summary[0].upper() + summary[1:]

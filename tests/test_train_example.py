@@ -10,19 +10,19 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from mtcheckpoint import EmbeddedReplicator
 from mtcheckpoint._clock import Deadline, wait_for
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train.py"
 PROCESSES = 2
-STEPS = 400
 LIMIT_SECONDS = 90.0
+INTERVAL = "--multi_tier_checkpointing_backup_interval_minutes=30"
+
+Log = list[dict[str, Any]]
 
 
 class Run:
@@ -46,7 +46,7 @@ class Run:
             for rank in range(process_count)
         ]
 
-    def logged(self, rank: int) -> list[dict[str, Any]]:
+    def logged(self, rank: int) -> Log:
         """The whole lines of a process's log; a kill can cut the last one short."""
         text = self._logs[rank].read_text() if self._logs[rank].exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
@@ -54,12 +54,15 @@ class Run:
     def output(self, rank: int) -> str:
         return self._outputs[rank].read_text()
 
-    def wait_until_logged(self, lines: int) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         def look() -> bool | None:
             assert all(child.poll() is None for child in self._children), self.output(0)
-            return len(self.logged(0)) >= lines or None
+            return condition() or None
 
-        wait_for(look, Deadline.after(LIMIT_SECONDS), f"{lines} lines in the log")
+        wait_for(look, Deadline.after(LIMIT_SECONDS), what)
+
+    def wait_for_lines(self, count: int) -> None:
+        self.wait_until(lambda: len(self.logged(0)) >= count, f"{count} lines in the log")
 
     def finish(self) -> None:
         for rank, child in enumerate(self._children):
@@ -90,7 +93,7 @@ def _start(flags: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
     }
     with open(output, "ab") as file:
         return subprocess.Popen(
-            [sys.executable, str(EXAMPLE), "--run_name=example", f"--steps={STEPS}", *flags],
+            [sys.executable, str(EXAMPLE), "--run_name=example", *flags],
             env=environment,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -110,64 +113,66 @@ def nodes_under(root: Path) -> list[Path]:
     return nodes
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    """The logs of a run that nothing happens to."""
-    root = tmp_path_factory.mktemp("uninterrupted")
-    interval = "--multi_tier_checkpointing_backup_interval_minutes=30"
-    with EmbeddedReplicator(nodes_under(root)), running(root, PROCESSES, interval) as run:
+def test_killed_run_goes_on_as_if_nothing_had_happened(volume_root: Path) -> None:
+    killed_root, whole_root = volume_root / "killed", volume_root / "whole"
+    before, restored_step, resumed = _killed_and_resumed(killed_root, random.Random(7))
+    steps = resumed[0][-1]["step"] + 1
+    with (
+        EmbeddedReplicator(nodes_under(whole_root)),
+        running(whole_root, PROCESSES, INTERVAL, f"--steps={steps}") as run,
+    ):
         run.finish()
-        return [run.logged(rank) for rank in range(PROCESSES)]
+        whole = [run.logged(rank) for rank in range(PROCESSES)]
+    for rank in range(PROCESSES):
+        # Batch, loss and every byte of the state, from the first step to the last.
+        assert [line["step"] for line in whole[rank]] == list(range(steps))
+        assert before[rank][: restored_step + 1] + resumed[rank] == whole[rank]
+        assert whole[rank][-1]["loss"] < whole[rank][0]["loss"]
+    first, second = ({line["batch"] for line in log} for log in whole)
+    assert not first & second, "two processes trained on the same batch"
 
 
-def test_uninterrupted_run_is_whole(uninterrupted: list[list[dict[str, Any]]]) -> None:
-    for log in uninterrupted:
-        assert [line["step"] for line in log] == list(range(STEPS))
-        assert len({line["batch"] for line in log[:64]}) == 64
-        assert log[-1]["loss"] < log[0]["loss"]
-    first, second = ([line["batch"] for line in log] for log in uninterrupted)
-    assert not set(first) & set(second), "two processes trained on the same batch"
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_killed_run_goes_on_as_if_nothing_had_happened(
-    uninterrupted: list[list[dict[str, Any]]], volume_root: Path, seed: int
-) -> None:
-    interval = "--multi_tier_checkpointing_backup_interval_minutes=30"
-    killed_after = random.Random(seed).randint(100, STEPS - 50)
-    with EmbeddedReplicator(nodes_under(volume_root)):
-        with running(volume_root, PROCESSES, interval) as run:
-            run.wait_until_logged(killed_after)
+def _killed_and_resumed(root: Path, chance: random.Random) -> tuple[list[Log], int, list[Log]]:
+    """The logs before the kill, the step that came back, and the logs after it."""
+    with EmbeddedReplicator(nodes_under(root)) as replicator:
+        with running(root, PROCESSES, INTERVAL, "--steps=1000000") as run:
+            run.wait_until(lambda: replicator.replicated_step is not None, "a step on all nodes")
+            run.wait_for_lines(len(run.logged(0)) + chance.randint(1, 40))
             run.kill()
             before = [run.logged(rank) for rank in range(PROCESSES)]
         for rank in range(PROCESSES):
-            _drop_cut_line(volume_root / f"log-{rank}.jsonl")
-        with running(volume_root, PROCESSES, interval) as run:
+            _drop_cut_line(root / f"log-{rank}.jsonl")
+        reached = max(log[-1]["step"] for log in before)
+        with running(root, PROCESSES, INTERVAL, f"--steps={reached + 50}") as run:
             run.finish()
+            logs = [run.logged(rank) for rank in range(PROCESSES)]
+            resumed = [log[len(early) :] for log, early in zip(logs, before, strict=True)]
+            restored_step = int(resumed[0][0]["step"]) - 1
+            assert 0 <= restored_step <= reached
             for rank in range(PROCESSES):
-                resumed = run.logged(rank)[len(before[rank]) :]
-                restored_step = resumed[0]["step"] - 1
-                assert 0 <= restored_step <= before[rank][-1]["step"]
                 assert f"restored step {restored_step} from local" in run.output(rank)
-                # Batch, loss and every byte of the state, step by step to the end.
-                kept = before[rank][: restored_step + 1]
-                assert kept + resumed == uninterrupted[rank]
+    return before, restored_step, resumed
 
 
 def test_one_process_without_a_replicator_resumes(volume_root: Path) -> None:
-    (volume_root / "node-0").mkdir()
+    node = volume_root / "node-0"
+    node.mkdir()
     flags = ("--enable_replicator=false", "--max_num_checkpoints_to_keep=2")
-    with running(volume_root, 1, *flags) as run:
-        run.wait_until_logged(100)
+    with running(volume_root, 1, *flags, "--steps=1000000") as run:
+        run.wait_until(lambda: any(name.isdigit() for name in os.listdir(node)), "a checkpoint")
         run.kill()
-    _drop_cut_line(volume_root / "log-0.jsonl")
-    with running(volume_root, 1, *flags) as run:
+        _drop_cut_line(volume_root / "log-0.jsonl")
+        before = run.logged(0)
+    last = before[-1]["step"] + 50
+    with running(volume_root, 1, *flags, f"--steps={last + 1}") as run:
         run.finish()
-        steps = [line["step"] for line in run.logged(0)]
-        resumed_at = next(i for i in range(1, len(steps)) if steps[i] != steps[i - 1] + 1)
-        assert steps[resumed_at] > 0
-        assert steps[resumed_at:] == list(range(steps[resumed_at], STEPS))
-        assert str(STEPS - 1) in os.listdir(volume_root / "node-0")
+        resumed = run.logged(0)[len(before) :]
+    restored_step = resumed[0]["step"] - 1
+    assert [line["step"] for line in resumed] == list(range(restored_step + 1, last + 1))
+    repeated = before[restored_step + 1 :]
+    assert resumed[: len(repeated)] == repeated, "steps that were trained twice differ"
+    kept = [name for name in os.listdir(node) if name.isdigit()]
+    assert str(last) in kept and len(kept) <= 2
 
 
 def _drop_cut_line(path: Path) -> None:

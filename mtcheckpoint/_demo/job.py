@@ -45,7 +45,7 @@ class _Progress:
     def state(self) -> NodeState:
         if self.step is not None:
             return "training"
-        return "restored" if self.is_restored else "starting"
+        return "compiling" if self.is_restored else "starting"
 
 
 class Job:

@@ -155,9 +155,8 @@ def _gathered(shares: _Params, tensor_parallel: bool) -> _Params:
 
 def _joined(parts: jax.Array, axis: int) -> jax.Array:
     """(parts, ...) to one array, the parts side by side along `axis`."""
-    moved = jnp.moveaxis(parts, 0, axis)
-    size = moved.shape
-    return moved.reshape(*size[:axis], size[axis] * size[axis + 1], *size[axis + 2 :])
+    joined: jax.Array = jnp.concatenate(list(parts), axis)
+    return joined
 
 
 def _logits(params: _Params, tokens: jax.Array) -> jax.Array:
@@ -179,5 +178,6 @@ def _attend(x: jax.Array, project: jax.Array, out: jax.Array) -> jax.Array:
 
 
 def _normalised(x: jax.Array, scale: jax.Array) -> jax.Array:
-    normalised: jax.Array = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-    return scale * normalised
+    mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+    normalised: jax.Array = scale * x * jax.lax.rsqrt(mean_square + 1e-6)
+    return normalised

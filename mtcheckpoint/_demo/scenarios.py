@@ -101,7 +101,7 @@ def play(scenario: Scenario, stage: Stage) -> Recovery:
     reached, committed = job.step, job.last_committed_step
     assert committed is not None
     stage.say(f"{scenario.told} at step {reached}", style="red")
-    stage.act = "starting again"
+    stage.act = f"{scenario.told}: starting again"
     job.start()
     stage.wait_until(lambda: job.is_restored, "the state to come back", _RECOVERY_LIMIT_SECONDS)
     seconds = time.monotonic() - begun
@@ -134,9 +134,9 @@ def _recovery(
 
 
 def _told(recovery: Recovery) -> str:
-    arrays = "all arrays equal" if recovery.state_matches else "ARRAYS DIFFER"
+    arrays = "arrays equal" if recovery.state_matches else "ARRAYS DIFFER"
     place = _PLACES.get(recovery.tier, "nowhere")
     return (
         f"back at step {recovery.restored_step} from {place} in"
-        f" {recovery.recovery_seconds:.1f} s, {recovery.steps_lost} steps lost, {arrays}"
+        f" {recovery.recovery_seconds:.1f} s; steps lost: {recovery.steps_lost}; {arrays}"
     )

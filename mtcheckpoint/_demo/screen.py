@@ -20,7 +20,7 @@ __all__ = ["LiveScreen", "PlainScreen", "Screen", "clock_text", "screen_for", "s
 _REFRESH_SECONDS = 0.15
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARKS = 40
-_STATE_STYLES = {"starting": "yellow", "restored": "cyan", "training": "green"}
+_STATE_STYLES = {"starting": "yellow", "compiling": "cyan", "training": "green"}
 
 
 class Screen(Protocol):
@@ -112,7 +112,7 @@ def rendered(view: View) -> RenderableType:
 def _nodes_table(view: View) -> Table:
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("node")
-    table.add_column("process", min_width=8)
+    table.add_column("process", min_width=9)
     table.add_column("step", justify="right", min_width=5)
     table.add_column("saved", justify="right", min_width=5)
     table.add_column("in this node's memory", no_wrap=True)

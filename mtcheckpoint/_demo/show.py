@@ -60,12 +60,15 @@ def run(json_path: Path | None, *, verbose: bool) -> int:
 def _play_all(stage: Stage) -> list[Recovery]:
     job = stage.job
     stage.act = "starting"
-    stage.say(f"starting {NODES} processes; each node's memory is a folder in {job.memory}")
+    stage.say(f"starting {NODES} processes; their nodes' memory is in {job.memory.parent}")
     job.start()
     stage.wait_until(lambda: job.is_restored, "the processes to start", _START_LIMIT_SECONDS)
     stage.say("no checkpoint anywhere: training a language model from step 0")
-    recoveries = [play(scenario, stage) for scenario in SCENARIOS]
-    stage.act = "training"
+    recoveries = []
+    for number, scenario in enumerate(SCENARIOS, 1):
+        stage.part = f"{number}/{len(SCENARIOS)}"
+        recoveries.append(play(scenario, stage))
+    stage.act = "training goes on"
     stage.wait_until(
         lambda: job.trained_steps >= _LAST_STEPS, "the job to go on", _START_LIMIT_SECONDS
     )

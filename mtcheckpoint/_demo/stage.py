@@ -20,11 +20,13 @@ class Stage:
 
     Attributes:
         job: the job.
+        part: which part of the show it is, for people.
         act: what is going on, for people.
     """
 
     def __init__(self, job: Job, screen: Screen) -> None:
         self.job = job
+        self.part = ""
         self.act = ""
         self._screen = screen
         self._begun = time.monotonic()
@@ -50,7 +52,7 @@ class Stage:
 
     def _view(self) -> View:
         return View(
-            act=self.act,
+            act=f"{self.part} {self.act}".strip(),
             seconds=self._seconds(),
             nodes=self.job.node_views(),
             losses=self.job.losses,

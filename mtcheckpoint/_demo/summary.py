@@ -20,6 +20,13 @@ __all__ = ["FIXED_PERIOD_STEPS", "checkpoint_distances", "summary_tables", "writ
 
 FIXED_PERIOD_STEPS = 100
 
+_STYLE: dict[str, Any] = {
+    "box": box.SIMPLE_HEAD,
+    "title_justify": "left",
+    "title_style": "bold",
+    "padding": (0, 2, 0, 0),
+}
+
 _FIELDS = (
     "scenario",
     "last_committed_step",
@@ -43,20 +50,20 @@ def summary_tables(recoveries: Sequence[Recovery], distances: Sequence[int]) -> 
 
 
 def _recoveries_table(recoveries: Sequence[Recovery]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="Three losses", title_justify="left")
-    table.add_column("what happened")
-    table.add_column("back from")
-    for name in ("newest", "back at", "lost", "seconds"):
-        table.add_column(name, justify="right")
-    table.add_column("all arrays")
+    table = Table(**_STYLE, title="Three losses")
+    table.add_column("what happened", no_wrap=True)
+    table.add_column("back from", no_wrap=True)
+    for name in ("saved", "back at", "lost", "seconds"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("arrays", no_wrap=True)
     for recovery in recoveries:
         style = "green" if recovery.state_matches else "bold red"
         table.add_row(
             recovery.scenario.replace("-", " "),
             recovery.tier,
-            f"step {recovery.last_committed_step}",
-            f"step {recovery.restored_step}",
-            f"{recovery.steps_lost} steps",
+            str(recovery.last_committed_step),
+            str(recovery.restored_step),
+            str(recovery.steps_lost),
             f"{recovery.recovery_seconds:.1f}",
             f"[{style}]{'equal' if recovery.state_matches else 'DIFFERENT'}[/]",
         )
@@ -64,7 +71,7 @@ def _recoveries_table(recoveries: Sequence[Recovery]) -> Table:
 
 
 def _distances_table(distances: Sequence[int]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="What a loss costs", title_justify="left")
+    table = Table(**_STYLE, title="What a loss costs")
     table.add_column("checkpoints")
     table.add_column("median distance", justify="right")
     table.add_column("lost on average", justify="right")

@@ -8,7 +8,7 @@ from typing import Literal
 
 __all__ = ["Copies", "NodeState", "NodeView", "Recovery", "View"]
 
-NodeState = Literal["starting", "restored", "training", "killed", "memory lost"]
+NodeState = Literal["starting", "compiling", "training"]
 
 # By node rank: the newest step of that node's share.
 Copies = Mapping[int, int]
