@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,8 +16,8 @@ import numpy as np
 import tensorstore as ts
 
 from mtcheckpoint._clock import Deadline
-from mtcheckpoint._restore import Box, Chunk, LeafPlan, box_shape, plan_leaf
-from mtcheckpoint._shares.contents import ShareContents, state_kvstore
+from mtcheckpoint._restore import Box, Chunk, LeafPlan, box_shape, chunks_touching, plan_leaf
+from mtcheckpoint._shares.contents import Leaf, ShareContents, state_kvstore
 from mtcheckpoint._target import Target, TargetLeaf
 from mtcheckpoint.errors import ShareError, WaitTimeoutError
 
@@ -95,7 +95,10 @@ def _plan_of(leaf: TargetLeaf, parts: Any, shares: Sequence[ShareContents]) -> L
 def read_state(
     plan: ReadPlan, *, context: ts.Context, concurrent_bytes: int, deadline: Deadline
 ) -> Any:
-    """Reads what was planned and puts it on the devices.
+    """Reads what was planned, checks it against the seals, and puts it on the devices.
+
+    A chunk of a sealed share is read whole and checked in host memory; where only a part of it is
+    wanted, the rest is read for the checksum and thrown away.
 
     Args:
         plan: a plan that misses nothing.
@@ -104,18 +107,17 @@ def read_state(
         deadline: for all of it.
 
     Raises:
-        ShareError: a chunk could not be read, or is missing after all.
+        ShareError: a chunk could not be read, is missing after all, or is not what was saved;
+            names the copy.
         WaitTimeoutError: the deadline passed; names the leaf that was waited for.
     """
     stores = _open_stores(plan, context, deadline)
     window = _Window(concurrent_bytes, deadline)
     buffers: list[dict[Box, np.ndarray[Any, Any]]] = []
-    for leaf, boxes, store in zip(plan.target.leaves, plan.boxes, stores, strict=True):
-        parts = {}
-        for box in boxes:
-            parts[box] = np.empty(box_shape(box), dtype=leaf.dtype)
-            if parts[box].size:
-                window.add(leaf.leaf.name, parts[box].nbytes, _reading(store, box, parts[box]))
+    for index, (leaf, boxes) in enumerate(zip(plan.target.leaves, plan.boxes, strict=True)):
+        parts = {box: np.empty(box_shape(box), dtype=leaf.dtype) for box in boxes}
+        for read in _reads_of(plan, index, parts):
+            window.add(read, read.start(stores[index]))
         buffers.append(parts)
     window.finish()
     values = [
@@ -123,6 +125,115 @@ def read_state(
         for leaf, boxes, parts in zip(plan.target.leaves, plan.boxes, buffers, strict=True)
     ]
     return plan.target.build(values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Read:
+    """One chunk, or a part of one, on its way into a buffer.
+
+    Attributes:
+        name: of the leaf.
+        chunk: the chunk.
+        box: what is read, in elements of the leaf.
+        buffer: where it is read to.
+        share: where it is read from. If it is sealed, the whole chunk is read.
+        copies: where parts of the buffer go afterwards.
+    """
+
+    name: str
+    chunk: Chunk
+    box: Box
+    buffer: np.ndarray[Any, Any]
+    share: ShareContents
+    copies: tuple[tuple[np.ndarray[Any, Any], tuple[slice, ...]], ...] = ()
+
+    def start(self, store: Any) -> Any:
+        part = store[tuple(slice(start, stop) for start, stop in self.box)] if self.box else store
+        if self.box:
+            part = part.translate_to[(0,) * len(self.box)]
+        return ts.array(self.buffer).write(part)
+
+    def finish(self) -> None:
+        """Checks what has come, before anything else sees it."""
+        if self.share.seal is not None:
+            fault = self.share.seal.fault_of_chunk(self.name, self.chunk, self.buffer)
+            if fault is not None:
+                raise ShareError(f"{self.share.place.name}: {fault}", place=self.share.place.name)
+        for target, part in self.copies:
+            target[...] = _view(self.buffer, part)
+
+
+def _reads_of(
+    plan: ReadPlan, index: int, parts: Mapping[Box, np.ndarray[Any, Any]]
+) -> Iterator[_Read]:
+    """The reads that fill the buffers of one leaf."""
+    leaf, sources = plan.target.leaves[index].leaf, plan.leaves[index].sources
+    wanted: dict[Chunk, list[tuple[Box, np.ndarray[Any, Any]]]] = {}
+    for box, buffer in parts.items():
+        for chunk in chunks_touching(box, leaf.chunk_shape):
+            part = _overlap(box, _chunk_box(leaf, chunk))
+            wanted.setdefault(chunk, []).append((part, _view(buffer, _within(part, box))))
+    for chunk, targets in wanted.items():
+        share = plan.shares[sources[chunk]]
+        reads = _sealed_read if share.seal is not None else _unsealed_reads
+        yield from reads(leaf, chunk, share, targets)
+
+
+def _unsealed_reads(
+    leaf: Leaf,
+    chunk: Chunk,
+    share: ShareContents,
+    targets: Sequence[tuple[Box, np.ndarray[Any, Any]]],
+) -> Iterator[_Read]:
+    for part, view in targets:
+        yield _Read(name=leaf.name, chunk=chunk, share=share, box=part, buffer=view)
+
+
+def _sealed_read(
+    leaf: Leaf,
+    chunk: Chunk,
+    share: ShareContents,
+    targets: Sequence[tuple[Box, np.ndarray[Any, Any]]],
+) -> Iterator[_Read]:
+    whole = _chunk_box(leaf, chunk)
+    part, view = targets[0]
+    if len(targets) == 1 and part == whole and view.flags.c_contiguous:
+        yield _Read(name=leaf.name, chunk=chunk, share=share, box=whole, buffer=view)
+        return
+    yield _Read(
+        name=leaf.name,
+        chunk=chunk,
+        share=share,
+        box=whole,
+        buffer=np.empty(box_shape(whole), dtype=view.dtype),
+        copies=tuple((view, _within(part, whole)) for part, view in targets),
+    )
+
+
+def _view(buffer: np.ndarray[Any, Any], part: tuple[slice, ...]) -> Any:
+    """A part of a buffer, without copying; also of one without dimensions."""
+    index: Any = (*part, ...)
+    return buffer[index]
+
+
+def _chunk_box(leaf: Leaf, chunk: Chunk) -> Box:
+    """The elements of a chunk; the last one along a dimension may be cut by the array's end."""
+    return tuple(
+        (index * size, min((index + 1) * size, end))
+        for index, size, end in zip(chunk, leaf.chunk_shape, leaf.shape, strict=True)
+    )
+
+
+def _overlap(one: Box, other: Box) -> Box:
+    return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+def _within(part: Box, whole: Box) -> tuple[slice, ...]:
+    """Where `part` lies in a buffer that holds `whole`."""
+    return tuple(
+        slice(start - origin, stop - origin)
+        for (start, stop), (origin, _) in zip(part, whole, strict=True)
+    )
 
 
 def _open_stores(plan: ReadPlan, context: ts.Context, deadline: Deadline) -> list[Any]:
@@ -154,25 +265,18 @@ def _spec(leaf: TargetLeaf, plan: LeafPlan, shares: Sequence[ShareContents]) -> 
     return {"driver": "zarr3", "kvstore": kvstore, "fill_missing_data_reads": False}
 
 
-def _reading(store: Any, box: Box, buffer: np.ndarray[Any, Any]) -> Any:
-    part = store[tuple(slice(start, stop) for start, stop in box)] if box else store
-    if box:
-        part = part.translate_to[(0,) * len(box)]
-    return ts.array(buffer).write(part)
-
-
 class _Window:
     """Reads on the way, in order, no more than so many bytes at once."""
 
     def __init__(self, limit_bytes: int, deadline: Deadline) -> None:
         self._limit_bytes = limit_bytes
         self._deadline = deadline
-        self._reads: collections.deque[tuple[str, int, Any]] = collections.deque()
+        self._reads: collections.deque[tuple[_Read, Any]] = collections.deque()
         self._bytes = 0
 
-    def add(self, name: str, size_bytes: int, read: Any) -> None:
-        self._reads.append((name, size_bytes, read))
-        self._bytes += size_bytes
+    def add(self, read: _Read, future: Any) -> None:
+        self._reads.append((read, future))
+        self._bytes += read.buffer.nbytes
         while self._bytes > self._limit_bytes and len(self._reads) > 1:
             self._take()
 
@@ -181,9 +285,10 @@ class _Window:
             self._take()
 
     def _take(self) -> None:
-        name, size_bytes, read = self._reads.popleft()
-        _result(read, name, self._deadline)
-        self._bytes -= size_bytes
+        read, future = self._reads.popleft()
+        _result(future, read.name, self._deadline)
+        read.finish()
+        self._bytes -= read.buffer.nbytes
 
 
 def _result(future: Any, name: str, deadline: Deadline) -> Any:

@@ -22,6 +22,7 @@ from mtcheckpoint._shares.contents import read_extras
 from mtcheckpoint._shares.identity import decode_extras
 from mtcheckpoint._shares.peers import ShareServer
 from mtcheckpoint._shares.places import LocalPlace, PeerPlace, Place, Tier, farthest
+from mtcheckpoint._shares.seal import Verify
 from mtcheckpoint._sources import Sources
 from mtcheckpoint._target import Cast
 from mtcheckpoint.errors import (
@@ -65,12 +66,15 @@ class RestoreReport:
         bytes_by_tier: bytes that this process read, by tier.
         passed_over: newer candidates that could not be restored, and why.
         left_out: copies of what was restored that could not be used on this process, and why.
+        unverified: shares that were read and have no seal, for Orbax itself wrote them, or because
+            ``verify`` is not ``"full"``.
     """
 
     seconds: Mapping[str, float]
     bytes_by_tier: Mapping[Tier, int]
     passed_over: tuple[PassedOver, ...]
     left_out: tuple[str, ...] = ()
+    unverified: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +150,7 @@ class Restorer:
         address: str,
         concurrent_bytes: int,
         timeout_secs: float,
+        verify: Verify = "full",
     ) -> None:
         """
         Args:
@@ -154,12 +159,14 @@ class Restorer:
             address: where the other hosts reach this one.
             concurrent_bytes: bytes on the way at once.
             timeout_secs: limit of each wait, and of reading a whole state.
+            verify: how much is compared with the seals.
         """
         self.coordinator = coordinator
         self.mesh = mesh
         self.address = address
         self.concurrent_bytes = concurrent_bytes
         self.timeout_secs = timeout_secs
+        self.verify: Verify = verify
         self.context = tensorstore_context()
 
     def restore(
@@ -265,6 +272,7 @@ class _Attempt:
             preferred_ranks=[own] if own in places else sorted(self._candidate.own),
             turn=self._coordinator.process,
             context=self._r.context,
+            verify=self._r.verify,
         )
 
     def _is_one_save(self) -> bool:
@@ -405,6 +413,11 @@ class _Attempt:
                 bytes_by_tier=amounts,
                 passed_over=passed_over,
                 left_out=(*self._notes, *self._sources.faults),
+                unverified=tuple(
+                    plan.shares[share].place.name
+                    for share in sorted(plan.used)
+                    if plan.shares[share].seal is None
+                ),
             ),
         )
         _events.happened(
@@ -423,7 +436,7 @@ class _Attempt:
             for share in plan.shares
             if share.identity is not None and share.identity.step == self._candidate.step
         ]
-        return tuple(decode_extras(e) for e in read_extras((fitting or plan.shares)[0].place))
+        return tuple(decode_extras(e) for e in read_extras((fitting or plan.shares)[0]))
 
     # Acting together.
 

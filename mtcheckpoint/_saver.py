@@ -22,10 +22,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import tensorstore as ts
+
 from mtcheckpoint import _events
 from mtcheckpoint._clock import POLL_SECONDS, Deadline, wait_for
 from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._orbax import ShareWriter
+from mtcheckpoint._shares.contents import read_contents, stored_leaves
 from mtcheckpoint._shares.identity import (
     EXTRAS_FILE,
     IDENTITY_FILE,
@@ -33,6 +36,8 @@ from mtcheckpoint._shares.identity import (
     identity_to_json,
     new_save_id,
 )
+from mtcheckpoint._shares.places import LocalPlace
+from mtcheckpoint._shares.seal import SEAL_FILE, seal_share, seal_to_json
 from mtcheckpoint._shares.volume import STAGING_FOLDER, CommittedSteps, size_bytes
 from mtcheckpoint._snapshot import Snapshot
 from mtcheckpoint.errors import (
@@ -103,6 +108,7 @@ class Saver:
         self._fault: str | None = None
         self._committed: int | None = None
         self._phase = ("", 0.0)
+        self._context = ts.Context()
         self._requests: queue.Queue[SaveRequest | None] = queue.Queue()
         self._idle = threading.Event()
         self._idle.set()
@@ -316,7 +322,20 @@ class Saver:
         )
         _write_text(share / IDENTITY_FILE, identity_to_json(identity))
         _write_text(share / EXTRAS_FILE, json.dumps(extras))
+        self._seal(share, request, save_id)
         return share
+
+    def _seal(self, share: Path, request: SaveRequest, save_id: str) -> None:
+        """Seals what the snapshot holds; looks into the share, so that it can be read is known."""
+        stored = read_contents(LocalPlace(share), self._context, verify="off")
+        seal = seal_share(
+            share,
+            request.snapshot.tree,
+            step=request.step,
+            save_id=save_id,
+            leaves=stored_leaves(stored),
+        )
+        _write_text(share / SEAL_FILE, seal_to_json(seal))
 
     def _commit(self, share: Path, step: int, size: int) -> None:
         self._hold_first_commit()

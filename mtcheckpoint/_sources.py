@@ -13,6 +13,7 @@ from mtcheckpoint._reader import ReadPlan, plan_reads
 from mtcheckpoint._shares.contents import ShareContents, read_contents
 from mtcheckpoint._shares.layout import Layout, ranks_to_open
 from mtcheckpoint._shares.places import Place
+from mtcheckpoint._shares.seal import Verify
 from mtcheckpoint._target import Target, resolve_target
 from mtcheckpoint.errors import ShareError, TierUnreadableError
 
@@ -35,6 +36,7 @@ class Sources:
         preferred_ranks: Sequence[int],
         turn: int,
         context: ts.Context,
+        verify: Verify = "full",
     ) -> None:
         """
         Args:
@@ -42,7 +44,9 @@ class Sources:
             preferred_ranks: ranks to open first.
             turn: a number that differs between processes, to spread the load over equal shares.
             context: TensorStore's pools and limits.
+            verify: how much is compared with the seals.
         """
+        self._verify = verify
         self._places = {rank: list(copies) for rank, copies in places.items()}
         self._preferred = [rank for rank in preferred_ranks if rank in self._places]
         self._turn = turn
@@ -138,7 +142,7 @@ class Sources:
         while self._places[rank]:
             place = self._places[rank][0]
             try:
-                self._opened[rank] = read_contents(place, self._context)
+                self._opened[rank] = read_contents(place, self._context, verify=self._verify)
             except ShareError as error:
                 fault = str(error)
             except TierUnreadableError as error:

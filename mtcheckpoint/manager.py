@@ -85,6 +85,7 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
             address=address_towards(_jax.coordinator_address()),
             concurrent_bytes=config.checkpoint_storage_concurrent_gb << 30,
             timeout_secs=config.timeout_secs,
+            verify=config.verify,
         )
         self._session = Session(config, self._topology, self._coordinator)
         self._watch: ReplicatorWatch | None = None

@@ -14,6 +14,7 @@ import numpy as np
 import tensorstore as ts
 
 from mtcheckpoint._shares.identity import EXTRAS_FILE, IDENTITY_FILE, Identity, identity_to_json
+from mtcheckpoint._shares.seal import SEAL_FILE, Seal, digest_of, seal_to_json
 
 Spec = tuple[tuple[str, ...], ...]  # mesh axes of each dimension
 
@@ -75,6 +76,7 @@ class SyntheticSave:
             (share / "process_metadata").mkdir()
             self._write_arrays(share, rank)
             self._write_metadata(share, rank)
+            self._write_seal(share, rank)
             shares.append(share)
         return shares
 
@@ -132,6 +134,35 @@ class SyntheticSave:
         )
         (share / "state" / "_METADATA").write_text(json.dumps({"tree_metadata": self._tree()}))
         (share / "state" / "_sharding").write_text(json.dumps(dict(self._shardings())))
+
+    def _write_seal(self, share: Path, rank: int) -> None:
+        names = [path.relative_to(share).as_posix() for path in share.rglob("*") if path.is_file()]
+        seal = Seal(
+            step=self.step,
+            save_id=self.save_id,
+            leaves={
+                name: (value.shape, value.dtype.name, self.chunk_shape(name))
+                for name, value in self.values.items()
+            },
+            chunks={name: dict(self._sealed(name, rank)) for name in self.values},
+            files={
+                name: (
+                    (share / name).stat().st_size,
+                    None if "/d/" in name else digest_of((share / name).read_bytes()),
+                )
+                for name in names
+            },
+        )
+        (share / SEAL_FILE).write_text(seal_to_json(seal))
+
+    def _sealed(self, name: str, rank: int) -> Iterator[tuple[tuple[int, ...], tuple[int, str]]]:
+        for chunk, ranks in self.holders(name).items():
+            if rank in ranks:
+                shape = self.chunk_shape(name)
+                part = self.values[name][
+                    tuple(slice(i * n, (i + 1) * n) for i, n in zip(chunk, shape, strict=True))
+                ]
+                yield chunk, (part.nbytes, digest_of(part))
 
     def _tree(self) -> dict[str, Any]:
         return {

@@ -195,6 +195,15 @@ class BackupRoot:
         except Exception as error:  # each file system raises its own
             raise self._unreadable(path, error) from error
 
+    def size(self, path: str) -> int | None:
+        """Bytes of a file below this root; None when it is not there."""
+        try:
+            return int(self._filesystem.size(path))
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise self._unreadable(path, error) from error
+
     def _open(self) -> tuple[Any, str]:
         # gcsfs hides what others wrote behind its cache, and waits for ever without a limit.
         options = (
@@ -267,6 +276,9 @@ class _BucketPlace:
     def read(self, file: str) -> bytes | None:
         return self.root.read(f"{self.path}/{file}")
 
+    def size(self, file: str) -> int | None:
+        return self.root.size(f"{self.path}/{file}")
+
     def kvstore(self, folder: str) -> dict[str, Any]:
         bucket, _, key = self.path.partition("/")
         return {"driver": "gcs", "bucket": bucket, "path": f"{key}/{folder}/"}
@@ -286,6 +298,9 @@ class _CopiedPlace:
 
     def read(self, file: str) -> bytes | None:
         return self.root.read(f"{self.path}/{file}")
+
+    def size(self, file: str) -> int | None:
+        return self.root.size(f"{self.path}/{file}")
 
     def kvstore(self, folder: str) -> dict[str, Any]:
         return {"driver": "file", "path": f"{self.root.copy_folder(f'{self.path}/{folder}')}/"}

@@ -23,9 +23,18 @@ from mtcheckpoint._shares.identity import (
     identity_from_json,
 )
 from mtcheckpoint._shares.places import Place
+from mtcheckpoint._shares.seal import SEAL_FILE, Seal, Verify, seal_from_json
 from mtcheckpoint.errors import ShareError, TierUnreadableError
 
-__all__ = ["Chunk", "Leaf", "ShareContents", "read_contents", "read_extras", "state_kvstore"]
+__all__ = [
+    "Chunk",
+    "Leaf",
+    "ShareContents",
+    "read_contents",
+    "read_extras",
+    "state_kvstore",
+    "stored_leaves",
+]
 
 Chunk = tuple[int, ...]
 
@@ -70,6 +79,7 @@ class ShareContents:
         strings: values of the leaves that are strings.
         empty: paths of empty parts of the tree and what they were.
         process_devices: device ids of each process of the save, in rank order.
+        seal: what its chunks should be; None when they are not to be checked, or cannot be.
     """
 
     place: Place
@@ -79,6 +89,7 @@ class ShareContents:
     strings: Mapping[str, str]
     empty: Mapping[tuple[str | int, ...], str]
     process_devices: tuple[tuple[int, ...], ...]
+    seal: Seal | None = None
 
 
 def state_kvstore(place: Place, path: str = "") -> dict[str, Any]:
@@ -86,52 +97,131 @@ def state_kvstore(place: Place, path: str = "") -> dict[str, Any]:
     return {"driver": "ocdbt", "base": place.kvstore(STATE_ITEM), "path": path}
 
 
-def read_contents(place: Place, context: ts.Context) -> ShareContents:
+def read_contents(place: Place, context: ts.Context, *, verify: Verify = "full") -> ShareContents:
     """Looks into a share.
+
+    Args:
+        place: where it lies.
+        context: TensorStore's pools and limits.
+        verify: ``"full"``: its small files are compared with its seal now, and its chunks when they
+            are read. ``"size"``: all its files have the sealed sizes. ``"off"``: neither.
 
     Raises:
         ShareError: it is damaged, or no share at all.
         TierUnreadableError: its place cannot be read.
     """
-    identity_text = place.read(IDENTITY_FILE)
+    seal = _read_seal(place) if verify != "off" else None
+    if seal is not None and verify == "size":
+        _check_sizes(place, seal)
+    read = _SealedFiles(place, seal if verify == "full" else None)
+    identity_text = read(IDENTITY_FILE)
     identity = identity_from_json(identity_text, place.name) if identity_text is not None else None
-    tree = _json(place, f"{STATE_ITEM}/_METADATA")
-    if place.read(f"{STATE_ITEM}/manifest.ocdbt") is None:
+    if verify != "off":
+        _check_seal(place, identity, seal)
+    tree = _json(read, f"{STATE_ITEM}/_METADATA")
+    if read(f"{STATE_ITEM}/manifest.ocdbt") is None:
         # Without this look, a listing of the arrays would just be empty.
         raise ShareError(f"{place.name}/{STATE_ITEM}/manifest.ocdbt is not there", place=place.name)
     arrays, chunks = _read_arrays(place, context)
-    leaves, empty = _read_tree(place, tree, arrays, dict(identity.kinds) if identity else {})
+    leaves, empty = _read_tree(read, tree, arrays, dict(identity.kinds) if identity else {})
+    if seal is not None and verify == "full":
+        _check_leaves(place, leaves, seal)
     return ShareContents(
         place=place,
         identity=identity,
         leaves=leaves,
         chunks=chunks,
-        strings=_json(place, f"{STATE_ITEM}/_strings.json", default={}),
+        strings=_json(read, f"{STATE_ITEM}/_strings.json", default={}),
         empty=empty,
         process_devices=tuple(
             tuple(ids)
             for ids in _json(
-                place, f"{PROCESS_METADATA_ITEM}/global_process_metadata.json", default=[]
+                read, f"{PROCESS_METADATA_ITEM}/global_process_metadata.json", default=[]
             )
         ),
+        seal=seal if verify == "full" else None,
     )
 
 
-def read_extras(place: Place) -> list[Any]:
+def read_extras(share: ShareContents) -> list[Any]:
     """The encoded extras of all processes of the save, in rank order; [] when there are none."""
-    return list(_json(place, EXTRAS_FILE, default=[]))
+    return list(_json(_SealedFiles(share.place, share.seal), EXTRAS_FILE, default=[]))
 
 
-def _json(place: Place, file: str, default: Any = None) -> Any:
-    text = place.read(file)
+def stored_leaves(share: ShareContents) -> dict[str, tuple[tuple[int, ...], str, tuple[int, ...]]]:
+    """Shape, element type and chunk shape of each array, as a seal records them."""
+    return {
+        leaf.name: (leaf.shape, leaf.dtype, leaf.chunk_shape)
+        for leaf in share.leaves.values()
+        if leaf.value_type != "string"
+    }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _SealedFiles:
+    """Reads small files of a share and compares them with its seal."""
+
+    place: Place
+    seal: Seal | None
+
+    def __call__(self, file: str) -> bytes | None:
+        content = self.place.read(file)
+        fault = self.seal.fault_of_file(file, content) if self.seal is not None else None
+        if fault is not None:
+            raise ShareError(f"{self.place.name}: {fault}", place=self.place.name)
+        return content
+
+
+def _read_seal(place: Place) -> Seal | None:
+    text = place.read(SEAL_FILE)
+    return seal_from_json(text, place.name) if text is not None else None
+
+
+def _check_seal(place: Place, identity: Identity | None, seal: Seal | None) -> None:
+    """Our own shares have an identity and a seal of one save; Orbax's have neither."""
+    if identity is None and seal is None:
+        return
+    if identity is None or seal is None:
+        gone = IDENTITY_FILE if identity is None else SEAL_FILE
+        raise ShareError(f"{place.name}: {gone} is gone", place=place.name)
+    if (identity.step, identity.save_id) != (seal.step, seal.save_id):
+        raise ShareError(
+            f"{place.name}: its seal is of step {seal.step}, save {seal.save_id}; it is of step"
+            f" {identity.step}, save {identity.save_id}",
+            place=place.name,
+        )
+
+
+def _check_sizes(place: Place, seal: Seal) -> None:
+    for file, (size, _) in seal.files.items():
+        found = place.size(file)
+        if found != size:
+            has = "is gone" if found is None else f"has {found} bytes"
+            raise ShareError(f"{place.name}/{file} {has}, sealed were {size}", place=place.name)
+
+
+def _check_leaves(place: Place, leaves: Mapping[str, Leaf], seal: Seal) -> None:
+    for name, sealed in seal.leaves.items():
+        leaf = leaves.get(name)
+        found = (leaf.shape, leaf.dtype, leaf.chunk_shape) if leaf is not None else None
+        if found != sealed:
+            raise ShareError(
+                f"{place.name}: leaf {name!r} is stored as {found}, sealed as {sealed}",
+                place=place.name,
+            )
+
+
+def _json(read: _SealedFiles, file: str, default: Any = None) -> Any:
+    name = read.place.name
+    text = read(file)
     if text is None:
         if default is None:
-            raise ShareError(f"{place.name}/{file} is not there", place=place.name)
+            raise ShareError(f"{name}/{file} is not there", place=name)
         return default
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ShareError(f"{place.name}/{file} is not JSON: {error}", place=place.name) from error
+        raise ShareError(f"{name}/{file} is not JSON: {error}", place=name) from error
 
 
 def _read_arrays(
@@ -166,12 +256,12 @@ def _translated(error: Exception, place: Place) -> Exception:
 
 
 def _read_tree(
-    place: Place,
+    read: _SealedFiles,
     tree: Any,
     arrays: Mapping[str, Mapping[str, Any]],
     kinds: Mapping[str, str],
 ) -> tuple[dict[str, Leaf], dict[tuple[str | int, ...], str]]:
-    shardings = _json(place, f"{STATE_ITEM}/_sharding", default={})
+    shardings = _json(read, f"{STATE_ITEM}/_sharding", default={})
     leaves, empty = {}, {}
     try:
         for entry in tree["tree_metadata"].values():
@@ -186,8 +276,8 @@ def _read_tree(
             )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ShareError(
-            f"{place.name}: its tree metadata cannot be read: {type(error).__name__}: {error}",
-            place=place.name,
+            f"{read.place.name}: its tree metadata cannot be read: {type(error).__name__}: {error}",
+            place=read.place.name,
         ) from error
     return leaves, empty
 

@@ -44,6 +44,13 @@ class Place(Protocol):
             TierUnreadableError: the place could not be read.
         """
 
+    def size(self, file: str) -> int | None:
+        """Bytes of a file of the share; None when the share has no such file.
+
+        Raises:
+            TierUnreadableError: the place could not be read.
+        """
+
     def kvstore(self, folder: str) -> dict[str, Any]:
         """TensorStore's spec of a folder of the share. May hold a token: never log it."""
 
@@ -69,6 +76,16 @@ class LocalPlace:
                 f"cannot read {self.path / file}: {error}", place=self.name
             ) from error
 
+    def size(self, file: str) -> int | None:
+        try:
+            return (self.path / file).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise TierUnreadableError(
+                f"cannot look at {self.path / file}: {error}", place=self.name
+            ) from error
+
     def kvstore(self, folder: str) -> dict[str, Any]:
         return {"driver": "file", "path": f"{self.path / PurePosixPath(folder)}/"}
 
@@ -90,12 +107,23 @@ class PeerPlace:
         return self.url
 
     def read(self, file: str) -> bytes | None:
+        answer = self._ask("GET", file)
+        return None if answer is None else answer[1]
+
+    def size(self, file: str) -> int | None:
+        answer = self._ask("HEAD", file)
+        return None if answer is None else answer[0]
+
+    def _ask(self, method: str, file: str) -> tuple[int, bytes] | None:
+        """The length and content of a file; None when there is no such file."""
         request = urllib.request.Request(
-            f"{self.url}/{urllib.parse.quote(file)}", headers={"Authorization": self._bearer()}
+            f"{self.url}/{urllib.parse.quote(file)}",
+            headers={"Authorization": self._bearer()},
+            method=method,
         )
         try:
             with urllib.request.urlopen(request, timeout=self.timeout_secs) as answer:
-                return bytes(answer.read())
+                return int(answer.headers["Content-Length"]), bytes(answer.read())
         except urllib.error.HTTPError as error:
             with error:
                 if error.code == 404:

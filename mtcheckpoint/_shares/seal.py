@@ -1,0 +1,242 @@
+"""The seal of a share: a checksum of each stored chunk, taken from what training handed over.
+
+It lies inside the share, is written before the share is committed, and travels with it through
+every tier. The arrays are hashed in host memory, as the snapshot holds them. What comes back is
+hashed in host memory again, before it goes to a device. So a byte that changes anywhere between is
+found: in Orbax, on the RAM disk, on the network, in the bucket.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import xxhash
+
+from mtcheckpoint._restore import Box, Chunk, chunks_touching
+from mtcheckpoint._shares.identity import OWN_FOLDER
+from mtcheckpoint._trees import flatten_named
+from mtcheckpoint.errors import ShareError
+
+__all__ = [
+    "SEAL_FILE",
+    "Seal",
+    "Verify",
+    "digest_of",
+    "seal_from_json",
+    "seal_share",
+    "seal_to_json",
+]
+
+# How much of a share is compared with its seal.
+Verify = Literal["full", "size", "off"]
+
+SEAL_FILE = f"{OWN_FOLDER}/seal.json"
+FORMAT_VERSION = 1
+ALGORITHM = "xxh3_128"
+
+# What a hostile or damaged seal may claim at most; a share of 20,000 leaves has 3 MiB of seal.
+_LIMIT_BYTES = 1 << 28
+
+# Below these folders lie the stored chunks; they are sealed one by one, and here by size.
+_DATA_FOLDERS = ("d", "ocdbt.process_")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Seal:
+    """What a share should hold.
+
+    Attributes:
+        step: the step it was written for. Data that did not change since an earlier step lie in
+            the share of that step, whose seal names it: not a fault.
+        save_id: of the save.
+        leaves: shape, element type and chunk shape of each array, by leaf name.
+        chunks: bytes and checksum of each chunk, by leaf name.
+        files: bytes of every file, and the checksum of those that are not data; by path.
+    """
+
+    step: int
+    save_id: str
+    leaves: Mapping[str, tuple[tuple[int, ...], str, tuple[int, ...]]]
+    chunks: Mapping[str, Mapping[Chunk, tuple[int, str]]]
+    files: Mapping[str, tuple[int, str | None]]
+
+    def fault_of_chunk(self, name: str, chunk: Chunk, data: np.ndarray[Any, Any]) -> str | None:
+        """Why `data` is not what was sealed; None when it is."""
+        sealed = self.chunks.get(name, {}).get(chunk)
+        if sealed is None:
+            return f"chunk {chunk} of leaf {name!r} is not in its seal"
+        if (data.nbytes, digest_of(data)) != sealed:
+            return (
+                f"chunk {chunk} of leaf {name!r} is not what was saved: its checksum is"
+                f" {digest_of(data)}, sealed was {sealed[1]}"
+            )
+        return None
+
+    def fault_of_file(self, file: str, content: bytes | None) -> str | None:
+        """Why a small file is not what was sealed; None when it is."""
+        if file not in self.files:
+            return None if content is None else f"{file} is not in the seal"
+        size, checksum = self.files[file]
+        if content is None:
+            return f"{file} is gone"
+        if len(content) != size:
+            return f"{file} has {len(content)} bytes, sealed were {size}"
+        if checksum is not None and digest_of(content) != checksum:
+            return f"{file} is not what was saved: its checksum differs"
+        return None
+
+
+def digest_of(data: np.ndarray[Any, Any] | bytes) -> str:
+    """The checksum of some bytes, or of an array's elements in C order."""
+    if isinstance(data, bytes):
+        return xxhash.xxh3_128_hexdigest(data)
+    flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    return xxhash.xxh3_128_hexdigest(flat)
+
+
+def seal_share(
+    share: Path,
+    tree: Any,
+    *,
+    step: int,
+    save_id: str,
+    leaves: Mapping[str, tuple[tuple[int, ...], str, tuple[int, ...]]],
+) -> Seal:
+    """Seals a share that was just written.
+
+    Args:
+        share: its folder.
+        tree: the snapshot that it was written from.
+        step: the step.
+        save_id: of the save.
+        leaves: shape, element type and chunk shape of each array, as stored.
+
+    Raises:
+        ShareError: the share lacks an array of the tree.
+    """
+    named, _ = flatten_named(tree)
+    arrays = {name: leaf for name, leaf in named.items() if not isinstance(leaf, str)}
+    absent = sorted(arrays.keys() - leaves.keys())
+    if absent:
+        raise ShareError(f"{share}: not written: {', '.join(absent[:5])}", place=str(share))
+    return Seal(
+        step=step,
+        save_id=save_id,
+        leaves=leaves,
+        chunks={name: dict(_sealed_chunks(leaf, leaves[name][2])) for name, leaf in arrays.items()},
+        files={name: _sealed_file(share / name) for name in sorted(_files(share))},
+    )
+
+
+def _sealed_chunks(
+    leaf: Any, chunk_shape: tuple[int, ...]
+) -> Iterator[tuple[Chunk, tuple[int, str]]]:
+    for box, data in _pieces(leaf).items():
+        for chunk in chunks_touching(box, chunk_shape):
+            part = data[
+                tuple(
+                    slice(index * size - start, (index + 1) * size - start)
+                    for index, size, (start, _) in zip(chunk, chunk_shape, box, strict=True)
+                )
+            ]
+            yield chunk, (part.nbytes, digest_of(part))
+
+
+def _pieces(leaf: Any) -> dict[Box, np.ndarray[Any, Any]]:
+    """The parts of a leaf that this process holds, each once."""
+    if not isinstance(leaf, jax.Array):
+        whole = np.asarray(leaf)
+        return {tuple((0, size) for size in whole.shape): whole}
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    found: dict[Box, np.ndarray[Any, Any]] = {}
+    for shard in leaf.addressable_shards:
+        box = tuple(
+            (part.indices(size)[0], part.indices(size)[1])
+            for part, size in zip(shard.index, leaf.shape, strict=True)
+        )
+        if box not in found:
+            found[box] = np.asarray(shard.data)
+    return found
+
+
+def _files(share: Path) -> Iterator[str]:
+    for path in share.rglob("*"):
+        if path.is_file():
+            yield path.relative_to(share).as_posix()
+
+
+def _sealed_file(path: Path) -> tuple[int, str | None]:
+    is_data = any(part.startswith(_DATA_FOLDERS) for part in path.parts[-3:-1])
+    if is_data:
+        return path.stat().st_size, None
+    content = path.read_bytes()
+    return len(content), digest_of(content)
+
+
+def seal_to_json(seal: Seal) -> str:
+    """The text of the seal file. It seals itself."""
+    content = {
+        "format": FORMAT_VERSION,
+        "algorithm": ALGORITHM,
+        "step": seal.step,
+        "save_id": seal.save_id,
+        "leaves": seal.leaves,
+        "chunks": {
+            name: {"/".join(map(str, chunk)): sealed for chunk, sealed in chunks.items()}
+            for name, chunks in seal.chunks.items()
+        },
+        "files": seal.files,
+    }
+    text = json.dumps(content, separators=(",", ":"))
+    return json.dumps({"seal": text, "checksum": digest_of(text.encode())})
+
+
+def seal_from_json(text: bytes, place: str) -> Seal:
+    """Reads a seal file.
+
+    Raises:
+        ShareError: it is damaged, or of a format that this version does not read.
+    """
+    if len(text) > _LIMIT_BYTES:
+        raise ShareError(f"{place}/{SEAL_FILE} has {len(text)} bytes: no seal", place=place)
+    try:
+        outer = json.loads(text)
+        content = outer["seal"]
+        if digest_of(content.encode()) != outer["checksum"]:
+            raise ValueError("its own checksum differs")
+        return _read(json.loads(content))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ShareError(
+            f"{place}/{SEAL_FILE} is damaged: {type(error).__name__}: {error}", place=place
+        ) from error
+
+
+def _read(content: Mapping[str, Any]) -> Seal:
+    if (content["format"], content["algorithm"]) != (FORMAT_VERSION, ALGORITHM):
+        raise ValueError(f"format {content['format']!r} with {content['algorithm']!r}")
+    return Seal(
+        step=int(content["step"]),
+        save_id=str(content["save_id"]),
+        leaves={
+            str(name): (tuple(shape), str(dtype), tuple(chunk_shape))
+            for name, (shape, dtype, chunk_shape) in content["leaves"].items()
+        },
+        chunks={
+            str(name): {
+                tuple(int(part) for part in chunk.split("/") if part): (int(size), str(checksum))
+                for chunk, (size, checksum) in chunks.items()
+            }
+            for name, chunks in content["chunks"].items()
+        },
+        files={
+            str(name): (int(size), None if checksum is None else str(checksum))
+            for name, (size, checksum) in content["files"].items()
+        },
+    )
