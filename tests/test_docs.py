@@ -213,7 +213,7 @@ def module_map() -> str:
     lines = ["| module | what it holds |", "| --- | --- |"]
     for path in modules():
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        summary = " ".join(docstring.split("\n\n", 1)[0].split())
+        summary = " ".join(docstring.split("\n\n", 1)[0].split()).replace("``", "`")
         lines.append(f"| `{map_name(path)}` | {summary} |")
     return "\n".join(lines)
 
