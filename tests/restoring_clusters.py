@@ -78,6 +78,26 @@ def _holds(volume: Path, step: int, rank: int) -> bool:
         return False
 
 
+def newest_held(volumes: Sequence[Path]) -> int | None:
+    """The newest step of which every node's share lies on its node and on its peer."""
+    count = len(volumes)
+    steps = {
+        share.step
+        for meta in volumes[0].glob("*.meta")
+        if (share := files.parse_share_name(meta.name, "meta")) is not None
+    }
+    whole = [
+        step
+        for step in steps
+        if all(
+            _holds(volumes[place], step, rank)
+            for rank in range(count)
+            for place in (rank, (rank + count // 2) % count)
+        )
+    ]
+    return max(whole, default=None)
+
+
 def wait_until_backed_up(backup: Path, step: int, nodes: int) -> Path:
     """Waits for a whole backup of `step`; returns its folder."""
 
