@@ -11,7 +11,7 @@ from typing import Any
 
 import google_replicator
 import pytest
-from replicator_cluster import embedded_cluster, eventually
+from replicator_cluster import EmbeddedCluster, embedded_cluster, eventually
 from restoring_jobs import JOB
 
 from mtcheckpoint._handshake import files
@@ -111,6 +111,18 @@ def wait_until_backed_up(backup: Path, step: int, nodes: int) -> Path:
     found = look()
     assert found is not None
     return found
+
+
+def lose_node(cluster: Any, position: int) -> None:
+    """A node is lost with its memory and its replicator; another one takes its place."""
+    if isinstance(cluster, EmbeddedCluster):
+        cluster.replicator.stop()
+        wipe(cluster.volumes[position])
+        cluster.restart()
+    else:
+        cluster.stop()
+        wipe(cluster.volumes[position])
+        cluster.start()
 
 
 def wipe(volume: Path) -> None:
