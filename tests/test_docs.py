@@ -182,7 +182,7 @@ def test_flags_of_the_readme_are_fields_with_these_defaults() -> None:
 def test_what_the_readme_says_has_no_effect_has_none() -> None:
     """A flag that came to life must leave the list of limits."""
     section = (ROOT / "README.md").read_text().split("## Limits", 1)[1].split("\n## ", 1)[0]
-    dead = ["verify", "enable_single_replica_ckpt_restoring", "save_checkpoint_on_completion"]
+    dead = ["enable_single_replica_ckpt_restoring", "save_checkpoint_on_completion"]
     readers = {
         node.attr
         for path in modules()
