@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import restoring_jobs as jobs
+from benchmarks.agreement import TOPICS
 from benchmarks.results import Case, Pair, Result, Settings, compared
 from mtcheckpoint._handshake import files
 from mtcheckpoint.testing import ram_disk, run_processes
@@ -56,6 +57,8 @@ def restore_fewer(settings: Settings) -> Result:
         here = [f"node{rank}/{data[rank].name}/state" for rank in range(2)]
         there = [f"node{rank - 2}/{data[rank].name}/state" for rank in (2, 3)]
         told = _restore(root, settings, "rows", {"folders": [here, there]})
+    for process in told:
+        assert set(process["topics"]) == TOPICS, "what agreement_bytes counts is out of date"
     return _result(
         "restore_fewer",
         settings,

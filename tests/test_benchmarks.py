@@ -1,0 +1,90 @@
+"""The benchmarks, small: that each runs, checks what it measured, and says so as agreed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))
+
+from benchmarks import agreement, planning  # noqa: E402
+from benchmarks.__main__ import CASES, main  # noqa: E402
+from benchmarks.results import Pair, compared  # noqa: E402
+
+RESTORES = sorted(case for case in CASES if case.startswith("restore_"))
+
+
+def run(folder: Path, *cases: str) -> dict[str, Any]:
+    """What ``python -m benchmarks`` writes for some cases, on as little as possible."""
+    target = folder / "results.json"
+    chosen = [part for case in cases for part in ("--case", case)]
+    command = [sys.executable, "-m", "benchmarks", *chosen, "--json", str(target)]
+    done = subprocess.run(
+        [*command, "--size-mib", "1", "--pairs", "1"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONWARNINGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(target.read_text())
+    assert all(case in done.stdout for case in cases)
+    return found
+
+
+def test_pure_cases_have_the_agreed_form(tmp_path: Path) -> None:
+    found = run(tmp_path, "plan_scale", "agreement_bytes")
+
+    assert set(found) == {"machine", "results"}
+    assert {"cpu", "cores", "memory_bytes", "python", "packages"} <= set(found["machine"])
+    keys = {"case", "ratio", "ours", "other", "unit", "spread", "notes"}
+    assert all(set(result) == keys for result in found["results"])
+    plan, sizes = found["results"]
+    assert [plan["case"], plan["unit"], sizes["case"], sizes["unit"]] == [
+        *("plan_scale", "s"),
+        *("agreement_bytes", "B"),
+    ]
+    # The goal, on whatever machine the tests run: memory is checked by the case itself.
+    assert plan["ours"] <= planning.LIMIT_SECONDS
+
+
+@pytest.mark.parametrize("case", RESTORES)
+def test_restores_are_checked_and_compared(case: str, tmp_path: Path) -> None:
+    (result,) = run(tmp_path, case)["results"]
+    assert result["ours"] > 0 and result["other"] > 0
+    assert result["ratio"] == pytest.approx(result["other"] / result["ours"])
+    expected = {"restore_same": "local", "restore_backup": "backup"}.get(case, "peer")
+    assert expected in result["notes"].partition("read: ")[2]
+
+
+def test_planning_finds_every_chunk_at_any_size() -> None:
+    for nodes in (64, 256):
+        planned = planning.plan_at_scale(nodes, 40)  # asserts that the plan is right
+        # A process that lies in the middle of two old ones needs both, and little else.
+        assert planned["opened"] <= 6
+
+
+def test_agreement_grows_slower_than_the_cluster() -> None:
+    small, large = agreement.traffic(16), agreement.traffic(256)
+    assert large.sent < 1.1 * small.sent
+    assert large.received < 16 * small.received
+    assert small.received < small.everything
+
+
+def test_unknown_cases_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--case", "no-such"])
+    assert "no-such" in capsys.readouterr().err
+
+
+def test_a_ratio_is_the_median_of_pairs() -> None:
+    found = compared("x", [Pair(1.0, 2.0), Pair(2.0, 2.0), Pair(1.0, 8.0)], "notes")
+    assert (found.ratio, found.ours, found.other, found.spread) == (2.0, 1.0, 2.0, (1.0, 8.0))
