@@ -29,7 +29,6 @@ class Demo:
         self.folders = root / "folders"
         self.folders.mkdir()
         self.output = root / "output.txt"
-        self._memory_before = _in_memory()
         with open(self.output, "wb") as output:
             self.child = subprocess.Popen(
                 [sys.executable, "-m", "mtcheckpoint", "demo", *arguments],
@@ -54,23 +53,28 @@ class Demo:
 
         wait_for(look, Deadline.after(LIMIT_SECONDS), repr(text))
 
+    def wait_until_ended(self) -> None:
+        wait_for(
+            self.child.poll,
+            Deadline.after(LIMIT_SECONDS),
+            "the end of the demo",
+            missing=lambda: [f"what it has said so far:\n{self.text()}"],
+        )
+
     def left_behind(self) -> list[str]:
         """Folders and files of the demo that are still there."""
-        own = {name for name in _in_memory() - self._memory_before if "demo" in name}
-        return sorted(own | set(os.listdir(self.folders)))
-
-
-def _in_memory() -> set[str]:
-    return set(os.listdir(MEMORY)) if MEMORY.is_dir() else set()
+        in_memory = MEMORY.glob(f"mtcheckpoint-demo-{self.child.pid}-*")
+        return [str(path) for path in (*in_memory, *self.folders.iterdir())]
 
 
 def test_the_job_comes_back_from_every_loss(tmp_path: Path) -> None:
     result_file = tmp_path / "result.json"
     demo = Demo(tmp_path, "--json", str(result_file))
     try:
-        assert demo.child.wait(LIMIT_SECONDS) == 0, demo.text()
+        demo.wait_until_ended()
     finally:
         _end(demo)
+    assert demo.child.returncode == 0, demo.text()
     result = json.loads(result_file.read_text())
 
     assert set(result) == {"ok", "recoveries", "checkpoint_interval_p50_steps"}
@@ -121,7 +125,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: signa
         workers = demo.children()
         assert demo.left_behind(), "the test would see nothing"
         os.kill(demo.child.pid, number)
-        assert demo.child.wait(LIMIT_SECONDS) == 128 + number
+        assert demo.child.wait(30) == 128 + number
     finally:
         _end(demo)
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
@@ -130,8 +134,9 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: signa
 
 
 def _end(demo: Demo) -> None:
-    demo.child.kill()
-    demo.child.wait()
+    if demo.child.poll() is None:
+        demo.child.terminate()  # so that a failed test leaves no folders
+        demo.child.wait(LIMIT_SECONDS)
 
 
 # What is shown, without a job.

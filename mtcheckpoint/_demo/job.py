@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mtcheckpoint._clock import Deadline, wait_for
+from mtcheckpoint._demo.interrupts import Interrupts
 from mtcheckpoint._demo.view import Copies, NodeState, NodeView
 from mtcheckpoint._handshake.files import parse_share_name
 from mtcheckpoint._replicator.embedded import EmbeddedReplicator
@@ -19,7 +20,7 @@ __all__ = ["NODES", "Job"]
 
 NODES = 4
 _DEVICES_PER_NODE = 2
-_BACKUP_INTERVAL_STEPS = 50
+_BACKUP_INTERVAL_STEPS = 25
 _WIPE_SECONDS = 10.0
 _SHOWN_LINES = 15
 
@@ -53,9 +54,13 @@ class Job:
 
     A context manager: leaving it ends every process and removes every folder. To be used on the
     main thread, which the processes die with.
+
+    Args:
+        interrupts: held back while processes and folders are being made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interrupts: Interrupts) -> None:
+        self._interrupts = interrupts
         self._stack = contextlib.ExitStack()
         self._group: ProcessGroup | None = None
         self._run = 0
@@ -65,18 +70,8 @@ class Job:
 
     def __enter__(self) -> Job:
         with contextlib.ExitStack() as stack:
-            memory = stack.enter_context(ram_disk("mtcheckpoint-demo-"))
-            disk = stack.enter_context(tempfile.TemporaryDirectory(prefix="mtcheckpoint-demo-"))
-            self.memory = memory
-            self.nodes = NodeDirectories(memory, NODES)
-            self._backup = Path(disk) / "bucket"
-            self._ledger = Path(disk) / "ledger"
-            self._backup.mkdir()
-            self._ledger.mkdir()
-            self._replicator = stack.enter_context(
-                EmbeddedReplicator(list(self.nodes), str(self._backup))
-            )
-            stack.callback(self._close_group)
+            with self._interrupts.held_back():
+                self._make_places(stack)
             self._stack = stack.pop_all()
         return self
 
@@ -101,9 +96,10 @@ class Job:
             "ledger": str(self._ledger),
             "backup_interval_steps": _BACKUP_INTERVAL_STEPS,
         }
-        self._group = ProcessGroup(
-            "mtcheckpoint._demo.worker:train", NODES, devices=_DEVICES_PER_NODE, args=[orders]
-        )
+        with self._interrupts.held_back():
+            self._group = ProcessGroup(
+                "mtcheckpoint._demo.worker:train", NODES, devices=_DEVICES_PER_NODE, args=[orders]
+            )
 
     def kill(self, rank: int) -> None:
         """Kills one process, as the kernel does when memory runs out."""
@@ -227,6 +223,19 @@ class Job:
         ]
 
     # Inside.
+
+    def _make_places(self, stack: contextlib.ExitStack) -> None:
+        # Named by process, so that one that was left by a kill can be told from one in use.
+        self.memory = stack.enter_context(ram_disk(f"mtcheckpoint-demo-{os.getpid()}-"))
+        disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtcheckpoint-demo-")))
+        self.nodes = NodeDirectories(self.memory, NODES)
+        self._backup, self._ledger = disk / "bucket", disk / "ledger"
+        self._backup.mkdir()
+        self._ledger.mkdir()
+        self._replicator = stack.enter_context(
+            EmbeddedReplicator(list(self.nodes), str(self._backup))
+        )
+        stack.callback(self._close_group)
 
     def _held(self, rank: int) -> Copies:
         held: dict[int, int] = {}

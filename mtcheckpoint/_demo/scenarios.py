@@ -12,13 +12,16 @@ from mtcheckpoint._demo.view import Recovery
 
 __all__ = ["SCENARIOS", "Scenario", "play"]
 
+# A loss comes after so many steps; on a busy machine after so many seconds, and fewer steps.
 _STEPS_BETWEEN_LOSSES = 60
-_SAVES_BETWEEN_LOSSES = 4
+_SECONDS_BETWEEN_LOSSES = 15.0
+_LEAST_STEPS_BETWEEN_LOSSES = 12
+_SAVES_BETWEEN_LOSSES = 3
 _TRAINING_LIMIT_SECONDS = 90.0
 _RECOVERY_LIMIT_SECONDS = 90.0
 _STRUCK_RANK = 1
 
-_PLACES = {"local": "its own memory", "peer": "a peer's memory", "backup": "the backup"}
+_PLACES = {"local": "local memory", "peer": "peer memory", "backup": "the backup"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,11 +94,7 @@ def play(scenario: Scenario, stage: Stage) -> Recovery:
     """
     job = stage.job
     stage.act = scenario.title
-    stage.wait_until(
-        lambda: _is_worth_losing(job, scenario),
-        "the job to train and save",
-        _TRAINING_LIMIT_SECONDS,
-    )
+    _wait_until_worth_losing(scenario, stage)
     begun = time.monotonic()
     scenario.strike(job)
     reached, committed = job.step, job.last_committed_step
@@ -111,9 +110,16 @@ def play(scenario: Scenario, stage: Stage) -> Recovery:
     return recovery
 
 
-def _is_worth_losing(job: Job, scenario: Scenario) -> bool:
-    has_trained = job.trained_steps >= _STEPS_BETWEEN_LOSSES and job.saves >= _SAVES_BETWEEN_LOSSES
-    return has_trained and (scenario.expected_tier != "backup" or job.backup_step is not None)
+def _wait_until_worth_losing(scenario: Scenario, stage: Stage) -> None:
+    job, begun = stage.job, time.monotonic()
+
+    def is_worth_losing() -> bool:
+        is_late = time.monotonic() - begun >= _SECONDS_BETWEEN_LOSSES
+        steps = _LEAST_STEPS_BETWEEN_LOSSES if is_late else _STEPS_BETWEEN_LOSSES
+        has_trained = job.trained_steps >= steps and job.saves >= _SAVES_BETWEEN_LOSSES
+        return has_trained and (scenario.expected_tier != "backup" or job.backup_step is not None)
+
+    stage.wait_until(is_worth_losing, "the job to train and save", _TRAINING_LIMIT_SECONDS)
 
 
 def _recovery(
@@ -138,5 +144,5 @@ def _told(recovery: Recovery) -> str:
     place = _PLACES.get(recovery.tier, "nowhere")
     return (
         f"back at step {recovery.restored_step} from {place} in"
-        f" {recovery.recovery_seconds:.1f} s; steps lost: {recovery.steps_lost}; {arrays}"
+        f" {recovery.recovery_seconds:.1f} s, {recovery.steps_lost} steps lost, {arrays}"
     )

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import signal
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
+from mtcheckpoint._demo.interrupts import Interrupts
 from mtcheckpoint._demo.job import NODES, Job
 from mtcheckpoint._demo.scenarios import SCENARIOS, play
 from mtcheckpoint._demo.screen import screen_for
@@ -22,7 +18,7 @@ from mtcheckpoint._demo.view import Recovery
 __all__ = ["run"]
 
 _START_LIMIT_SECONDS = 90.0
-_LAST_STEPS = 20
+_LAST_STEPS = 10
 _MAX_WIDTH = 100
 _LOG_FORMAT = "%(asctime)s %(levelname).1s %(message)s"
 
@@ -46,7 +42,7 @@ def run(json_path: Path | None, *, verbose: bool) -> int:
     """
     _set_up_logging(verbose)
     console = _console()
-    with _interruptible(), Job() as job:
+    with Interrupts() as interrupts, Job(interrupts) as job:
         with screen_for(console, live=not verbose) as screen:
             recoveries = _play_all(Stage(job, screen))
         distances = checkpoint_distances(job.committed_steps)
@@ -88,26 +84,3 @@ def _set_up_logging(verbose: bool) -> None:
     # A replicator has much to say of losses. Forced: Orbax leaves a handler behind when imported.
     handler = logging.StreamHandler() if verbose else logging.NullHandler()
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT, handlers=[handler], force=True)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Ctrl-C, a closed terminal and SIGTERM end the ``with`` block once; then its clean-up runs."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        # A second signal must not interrupt the clean-up.
-        for other in numbers:
-            signal.signal(other, signal.SIG_IGN)
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        sys.exit(128 + number)
-
-    for number in numbers:
-        signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
