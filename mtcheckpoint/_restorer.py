@@ -273,6 +273,7 @@ class _Attempt:
             turn=self._coordinator.process,
             context=self._r.context,
             verify=self._r.verify,
+            timeout_secs=self._r.timeout_secs,
         )
 
     def _is_one_save(self) -> bool:
@@ -368,7 +369,7 @@ class _Attempt:
                 if found is None:
                     found, fault = self._try_to_read(plan)
                 again = bool(fault) and self._sources.drop(fault)
-                told = self._coordinator.gather("restore/read", [fault, again])
+                told = self._gather_slow("read", [fault, again])
                 self._faults = {p: text for p, (text, _) in enumerate(told) if text}
                 if not self._faults or not all(again for text, again in told if text):
                     break
@@ -455,9 +456,7 @@ class _Attempt:
         except MtCheckpointError as error:
             raised = error
         kind = type(raised).__name__ if raised else ""
-        told = self._coordinator.gather(
-            f"restore/{topic}", [fault, kind, str(raised) if raised else ""]
-        )
+        told = self._gather_slow(topic, [fault, kind, str(raised) if raised else ""])
         if raised is not None:
             raise raised
         self._raise_alike(topic, told)
@@ -465,6 +464,14 @@ class _Attempt:
         if faults:
             self._faults = {**self._faults, **faults}
         return result
+
+    def _gather_slow(self, topic: str, value: Any) -> tuple[Any, ...]:
+        """Gathers after work that may have taken its whole limit on one process, and not on others.
+
+        With the same limit, the others would give up just before they hear what went wrong.
+        """
+        limit = 2 * self._r.timeout_secs
+        return self._coordinator.gather(f"restore/{topic}", value, timeout_secs=limit)
 
     def _raise_alike(self, topic: str, told: Sequence[Sequence[Any]]) -> None:
         failed = [process for process, (_, kind, _) in enumerate(told) if kind]

@@ -37,6 +37,7 @@ class Sources:
         turn: int,
         context: ts.Context,
         verify: Verify = "full",
+        timeout_secs: float = 120.0,
     ) -> None:
         """
         Args:
@@ -45,8 +46,10 @@ class Sources:
             turn: a number that differs between processes, to spread the load over equal shares.
             context: TensorStore's pools and limits.
             verify: how much is compared with the seals.
+            timeout_secs: limit for opening one share.
         """
         self._verify = verify
+        self._timeout_secs = timeout_secs
         self._places = {rank: list(copies) for rank, copies in places.items()}
         self._preferred = [rank for rank in preferred_ranks if rank in self._places]
         self._turn = turn
@@ -142,7 +145,9 @@ class Sources:
         while self._places[rank]:
             place = self._places[rank][0]
             try:
-                self._opened[rank] = read_contents(place, self._context, verify=self._verify)
+                self._opened[rank] = read_contents(
+                    place, self._context, verify=self._verify, timeout_secs=self._timeout_secs
+                )
             except ShareError as error:
                 fault = str(error)
             except TierUnreadableError as error:

@@ -56,6 +56,15 @@ def test_a_peer_that_stalls(outcomes: dict[str, Any]) -> None:
     assert_alike(outcomes["stalls"], "'w'")
 
 
+def test_process_0_that_stalls(outcomes: dict[str, Any]) -> None:
+    """Process 0 collects the answers, and hears what the other one waited for."""
+    assert_alike(outcomes["stalls, process 0"], "'w'")
+
+
+def test_a_peer_that_stalls_while_it_is_looked_into(outcomes: dict[str, Any]) -> None:
+    assert_alike(outcomes["stalls in tables"], "no answer in 6 s")
+
+
 def test_a_peer_that_stalls_at_once(outcomes: dict[str, Any]) -> None:
     assert_alike(outcomes["stalls at once"], "")
 
@@ -92,13 +101,16 @@ class FaultyServer(ShareServer):
     """Does not give what it should, for the chunks or for everything."""
 
     fault = "no fault"
+    faulty = FAULTY
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        if rank() == FAULTY:
+        if rank() == self.faulty:
             if is_of_a_chunk(request):
                 report("asked for a chunk")
                 await misbehave(self.fault, request)
             if self.fault == "stalls at once":
+                await asyncio.sleep(3600)
+            if self.fault == "stalls in tables" and "/d/" in request.path:
                 await asyncio.sleep(3600)
         return await super()._answer(request)
 
@@ -136,7 +148,8 @@ def save_halves(root: str) -> None:
 
 def restore_whole(root: str, fault: str) -> dict[str, Any]:
     """Restores onto a sharding for which each process needs the other's half."""
-    FaultyServer.fault = fault
+    FaultyServer.fault, _, zero = fault.partition(", process ")
+    FaultyServer.faulty = 0 if zero else FAULTY
     _restorer.ShareServer = FaultyServer  # type: ignore[misc, attr-defined]
     whole = NamedSharding(case_mesh(2, 4), PartitionSpec())
     target = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=whole)}
@@ -155,7 +168,8 @@ def restore_whole(root: str, fault: str) -> dict[str, Any]:
 
 def restore_from_faulty_peers(root: str) -> dict[str, Any]:
     save_halves(f"{root}/saved")
-    faults = ("no fault", "refuses", "fails", "sends half", "stalls", "stalls at once")
+    stalls = ("stalls", "stalls, process 0", "stalls in tables", "stalls at once")
+    faults = ("no fault", "refuses", "fails", "sends half", *stalls)
     found = {}
     for fault in (*faults, "no fault again"):
         place = f"{root}/{fault.replace(' ', '-')}"

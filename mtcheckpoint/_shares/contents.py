@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorstore as ts
 
+from mtcheckpoint._clock import Deadline
 from mtcheckpoint._shares.identity import (
     EXTRAS_FILE,
     IDENTITY_FILE,
@@ -97,7 +98,13 @@ def state_kvstore(place: Place, path: str = "") -> dict[str, Any]:
     return {"driver": "ocdbt", "base": place.kvstore(STATE_ITEM), "path": path}
 
 
-def read_contents(place: Place, context: ts.Context, *, verify: Verify = "full") -> ShareContents:
+def read_contents(
+    place: Place,
+    context: ts.Context,
+    *,
+    verify: Verify = "full",
+    timeout_secs: float = _OPEN_SECONDS,
+) -> ShareContents:
     """Looks into a share.
 
     Args:
@@ -105,6 +112,7 @@ def read_contents(place: Place, context: ts.Context, *, verify: Verify = "full")
         context: TensorStore's pools and limits.
         verify: ``"full"``: its small files are compared with its seal now, and its chunks when they
             are read. ``"size"``: all its files have the sealed sizes. ``"off"``: neither.
+        timeout_secs: limit for what is looked up among its arrays.
 
     Raises:
         ShareError: it is damaged, or no share at all.
@@ -122,7 +130,7 @@ def read_contents(place: Place, context: ts.Context, *, verify: Verify = "full")
     if read(f"{STATE_ITEM}/manifest.ocdbt") is None:
         # Without this look, a listing of the arrays would just be empty.
         raise ShareError(f"{place.name}/{STATE_ITEM}/manifest.ocdbt is not there", place=place.name)
-    arrays, chunks = _read_arrays(place, context)
+    arrays, chunks = _read_arrays(place, context, Deadline.after(timeout_secs))
     leaves, empty = _read_tree(read, tree, arrays, dict(identity.kinds) if identity else {})
     if seal is not None and verify == "full":
         _check_leaves(place, leaves, seal)
@@ -225,18 +233,22 @@ def _json(read: _SealedFiles, file: str, default: Any = None) -> Any:
 
 
 def _read_arrays(
-    place: Place, context: ts.Context
+    place: Place, context: ts.Context, deadline: Deadline
 ) -> tuple[dict[str, dict[str, Any]], dict[str, frozenset[Chunk]]]:
     try:
-        store = ts.KvStore.open(state_kvstore(place), context=context).result(_OPEN_SECONDS)
-        keys = [key.decode() for key in store.list().result(_OPEN_SECONDS)]
+        store = _result(ts.KvStore.open(state_kvstore(place), context=context), deadline)
+        keys = [key.decode() for key in _result(store.list(), deadline)]
         names = [key.removesuffix(_ARRAY_METADATA) for key in keys if key.endswith(_ARRAY_METADATA)]
         reads = [store.read(name + _ARRAY_METADATA) for name in names]
         arrays = {
-            name: json.loads(read.result(_OPEN_SECONDS).value)
+            name: json.loads(_result(read, deadline).value)
             for name, read in zip(names, reads, strict=True)
         }
-    except (ValueError, TimeoutError, UnicodeDecodeError) as error:
+    except TimeoutError as error:
+        raise TierUnreadableError(
+            f"{place.name} cannot be read: no answer in {deadline.seconds:.0f} s", place=place.name
+        ) from error
+    except ValueError as error:
         raise _translated(error, place) from error
     chunks: dict[str, set[Chunk]] = {name: set() for name in names}
     for key in keys:
@@ -246,11 +258,15 @@ def _read_arrays(
     return arrays, {name: frozenset(found) for name, found in chunks.items()}
 
 
-def _translated(error: Exception, place: Place) -> Exception:
+def _result(future: Any, deadline: Deadline) -> Any:
+    return future.result(max(deadline.remaining(), 0.001))
+
+
+def _translated(error: ValueError, place: Place) -> Exception:
     """TensorStore raises ValueError for everything; its text begins with the status code."""
     text = str(error)
     unreadable = ("PERMISSION_DENIED", "UNAVAILABLE", "ABORTED", "DEADLINE_EXCEEDED")
-    if isinstance(error, TimeoutError) or text.startswith(unreadable):
+    if text.startswith(unreadable):
         return TierUnreadableError(f"{place.name} cannot be read: {text}", place=place.name)
     return ShareError(f"{place.name} is damaged: {text}", place=place.name)
 
