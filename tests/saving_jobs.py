@@ -283,6 +283,7 @@ def stopped_host(root: str) -> dict[str, Any]:
     saved = []
     with mtc.ReplicatedCheckpointManager(alone(root), mesh=mesh()) as manager:
         for step in until_told(root):
+            train()
             if manager.save(step, case_state(mesh(), step)):
                 saved.append(step)
                 report("saved", step=step)
@@ -322,6 +323,7 @@ def killed(root: str, keep: int) -> None:
         found = [*volume(root).iterdir(), *volume(root).glob("mtcheckpoint.staging/*")]
         report("saved one", names=sorted(path.name for path in found))
         for step in range(first + 1, first + 100_000):
+            train()
             if manager.save(step, case_state(mesh(), step)):
                 report("started", step=step)
             latest = manager.latest_step()
