@@ -192,10 +192,6 @@ class Job:
         return min(known) if len(known) == NODES else None
 
     @property
-    def replicated_step(self) -> int | None:
-        return self._replicator.replicated_step
-
-    @property
     def backup_step(self) -> int | None:
         """The newest step of which the backup has every node's share."""
         holders: dict[int, set[int]] = {}

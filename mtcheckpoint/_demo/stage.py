@@ -56,7 +56,6 @@ class Stage:
             seconds=self._seconds(),
             nodes=self.job.node_views(),
             losses=self.job.losses,
-            replicated_step=self.job.replicated_step,
             backup_step=self.job.backup_step,
         )
 

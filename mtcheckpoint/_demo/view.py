@@ -42,7 +42,6 @@ class View:
         seconds: since the demo began.
         nodes: in order of rank.
         losses: of all steps that still count, in nats per character.
-        replicated_step: the newest step that all nodes hold, copies included.
         backup_step: the newest step in the backup.
     """
 
@@ -50,12 +49,15 @@ class View:
     seconds: float
     nodes: Sequence[NodeView]
     losses: Sequence[float]
-    replicated_step: int | None
     backup_step: int | None
 
     @property
-    def step(self) -> int | None:
-        return self.nodes[0].step
+    def replicated_step(self) -> int | None:
+        """The newest step of which every node holds its own share and a peer's."""
+        if any(len(node.held) < 2 for node in self.nodes):
+            return None
+        # A node keeps the step before until all have the next one.
+        return min(step for node in self.nodes for step in node.held.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
