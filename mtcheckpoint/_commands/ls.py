@@ -55,8 +55,14 @@ def _show(rows: Sequence[Row], places: Sequence[str]) -> None:
     if not rows:
         console.print(f"nothing lies in {', '.join(places)}")
     for place, group in itertools.groupby(rows, key=lambda row: row.place):
+        together = list(group)
         console.print(place, style="bold")
-        console.print(_table(group))
+        steps = [row for row in together if row.step is not None]
+        if steps:
+            console.print(_table(steps))
+        for row in together:
+            if row.step is None:
+                console.print(f"  {_state(row)}", style=_COLOURS[row.state])
 
 
 def _table(rows: Iterable[Row]) -> Table:
@@ -74,7 +80,7 @@ def _table(rows: Iterable[Row]) -> Table:
     for row in rows:
         table.add_row(
             Text(row.job or "?"),
-            "" if row.step is None else str(row.step),
+            str(row.step),
             _ranks(row),
             _size(row.size_bytes) if row.size_bytes else "",
             "" if row.age_secs is None else _age(row.age_secs),
