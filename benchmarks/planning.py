@@ -120,7 +120,7 @@ def _held(kind: _Kind, sizes: Mapping[str, int], rank: int) -> frozenset[Chunk]:
 
 def _chunk(kind: _Kind, sizes: Mapping[str, int], device: int) -> Chunk:
     place = {}
-    for axis, size in reversed(sizes.items()):
+    for axis, size in reversed([*sizes.items()]):
         device, place[axis] = divmod(device, size)
     chunk = []
     for part in kind.axes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -188,6 +189,4 @@ def _gcs_server() -> Any:
     """The server that the tests use."""
     if str(_TESTS) not in sys.path:
         sys.path.append(str(_TESTS))
-    import gcs_server
-
-    return gcs_server
+    return importlib.import_module("gcs_server")
