@@ -109,6 +109,8 @@ def choose(
     """
     saves = sorted(saves_of(volumes), key=lambda save: (save.step, save.save_id), reverse=True)
     digests = _offered_digests(volumes, nodes=nodes, replicas=replicas) if offers else None
+    if digests is not None and _is_contested(volumes, digests[0]):
+        digests = None
     known = {
         digest: save_id
         for volume in volumes
@@ -129,6 +131,16 @@ def choose(
         )
     kept = tuple(saves[:_OFFERED_SAVES])
     return Choice(saves=kept, offered=offered if offered in range(len(kept)) else None)
+
+
+def _is_contested(volumes: Iterable[VolumeSummary], step: int) -> bool:
+    """Whether nodes name different data for one share: which it will take, nobody can foresee."""
+    named: dict[int, set[str]] = {}
+    for volume in volumes:
+        for meta_step, rank, digest in volume.metas:
+            if meta_step == step:
+                named.setdefault(rank, set()).add(digest)
+    return any(len(digests) > 1 for digests in named.values())
 
 
 def saves_of(volumes: Iterable[VolumeSummary]) -> list[Save]:

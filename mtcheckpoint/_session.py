@@ -88,10 +88,13 @@ class Session:
         """
         if self._answer is None:
             self._look()
+            lost = self._unsafe_step()
             if self._config.enable_replicator:
                 self._answer = self._coordinator.agree("handshake", self._shake_hands)
             else:
                 self._answer = Answer()
+            if lost is not None and (self._answer.step is None or self._answer.step < lost):
+                self.mark_unsafe(lost)  # the replicator has removed the note
             # What a killed save left behind. With a replicator it is gone already.
             for leftover in (STAGING_FOLDER, PIN_FOLDER):
                 shutil.rmtree(self._volume / leftover, ignore_errors=True)
@@ -99,7 +102,7 @@ class Session:
         return self._answer
 
     def candidates(
-        self, step: int | None = None, *, saved_since: bool = False
+        self, step: int | None = None, *, saved_since: bool = False, may_shake_hands: bool = True
     ) -> Iterator[Candidate | PassedOver]:
         """What can be restored: the newest step first, the nearest place first within a step.
 
@@ -108,6 +111,8 @@ class Session:
         Args:
             step: only this step; None for all.
             saved_since: this run has saved steps, so that the volumes hold others now.
+            may_shake_hands: False reads what lies in the volumes as it is, as long as anything
+                does.
 
         Raises:
             TierUnreadableError: the backup could not be read, and nothing nearer was accepted.
@@ -122,7 +127,7 @@ class Session:
                 yield from self._in_backup(backups, *backup, step)
             if step is not None and save.step != step:
                 continue
-            if position == choice.offered and not saved_since:
+            if position == choice.offered and may_shake_hands and not saved_since:
                 yield from self._offered(save)
             else:
                 yield self._in_memory(save)
@@ -138,7 +143,8 @@ class Session:
         Raises:
             TierUnreadableError: the backup could not be read, and memory holds nothing.
         """
-        steps = {save.step for save in self._look().saves if not save.gone}
+        saves = self._look().saves
+        steps = {save.step for save in saves if not save.gone}
         backups = _Backups(self._config, self._coordinator)
         while (found := backups.newer_than(-1)) is not None:
             backup, step = found
@@ -146,23 +152,34 @@ class Session:
                 steps.add(step)
         if not steps:
             backups.raise_if_unreadable()
+            # Names are not all: the shares that are there may hold what the others did. "No step"
+            # would be a fresh start.
+            steps = {save.step for save in saves}
         return tuple(sorted(steps))
 
     def is_offered(self, step: int) -> bool:
-        """Whether every node's volume holds `step` in this run. Call after the handshake."""
-        answer = self.shake_hands()
-        return all(
-            offered == step for offered in self._coordinator.gather("restore/offered", answer.step)
-        )
+        """Whether the volumes hold `step` in this run as this topology saves it.
 
-    def close(self) -> None:
-        """Lets go of what was held fast."""
+        Call after the handshake. A replicator also offers ranks 0 and 1 of four to two nodes.
+        """
+        answer = self.shake_hands()
+        offered = answer.step == step and any(
+            share.step == step
+            and share.node_rank == self._topology.node_rank
+            and share.nodes in (0, self._topology.nodes)
+            for share in take_inventory(self._volume, self._config.run_name).shares
+        )
+        return all(self._coordinator.gather("restore/offered", offered))
+
+    def let_go(self) -> None:
+        """Lets go of what was held fast for reading: it keeps memory from being freed."""
         shutil.rmtree(self._volume / PIN_FOLDER, ignore_errors=True)
 
     def mark_unsafe(self, step: int) -> None:
         """Notes in the volume that `step` was read and is in no volume yet."""
         note = self._volume / _UNSAFE_FILE
-        note.with_name(note.name + ".tmp").write_text(json.dumps({"step": step}))
+        text = json.dumps({"job": self._config.run_name, "step": step})
+        note.with_name(note.name + ".tmp").write_text(text)
         note.with_name(note.name + ".tmp").rename(note)
 
     def mark_safe(self) -> None:
@@ -220,7 +237,8 @@ class Session:
 
     def _unsafe_step(self) -> int | None:
         try:
-            return int(json.loads((self._volume / _UNSAFE_FILE).read_text())["step"])
+            note = json.loads((self._volume / _UNSAFE_FILE).read_text())
+            return int(note["step"]) if note["job"] == self._config.run_name else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -262,12 +280,15 @@ class Session:
     def _may_shake_hands_still(self, choice: Choice, wanted: int | None) -> bool:
         """False when the handshake would destroy what could not be restored, for no gain.
 
-        With a backup root everything that a replicator could bring was tried already.
+        With a backup root everything that a replicator could bring was tried already. Without one
+        it may know of a backup, which is of use to as many nodes as have saved it.
         """
-        nothing_found = not choice.saves and not self._notes
-        if self._answer is not None or nothing_found:
+        if self._answer is not None or not (choice.saves or self._notes):
             return True
-        return not self._config.backup_root and wanted is None
+        if self._config.backup_root or wanted is not None:
+            return False
+        of_this_many = [save.nodes in (0, self._topology.nodes) for save in choice.saves]
+        return any(of_this_many) or not of_this_many
 
     def _unforeseen(self, choice: Choice, wanted: int | None) -> Iterator[Candidate | PassedOver]:
         """What the replicator offers though it was not in memory: it has read a backup, say."""

@@ -163,8 +163,13 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
 
     def _restore(self, request: Request, step: int | None) -> RestoredState | None:
         self.wait_until_finished()
-        found = self._session.candidates(step, saved_since=bool(self._steps))
-        restored = self._restorer.restore(found, request, self._session.seconds)
+        found = self._session.candidates(
+            step, saved_since=bool(self._steps), may_shake_hands=not request.partial
+        )
+        try:
+            restored = self._restorer.restore(found, request, self._session.seconds)
+        finally:
+            self._session.let_go()
         if restored is not None:
             self._restored_step = restored.step
             self._steps = [s for s in self._steps if s <= restored.step]
@@ -178,11 +183,13 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
         if not self._config.enable_replicator or self._steps:
             return
         in_bucket = restored.tier == "backup"
-        if self._session.answer is None and not in_bucket:
+        in_memory_only = self._session.answer is None and not in_bucket
+        if in_memory_only:
             # From here to the commit, the arrays of this run are all there is of it.
             self._session.mark_unsafe(restored.step)
         self._begin()
-        if self._session.is_offered(restored.step):
+        # What the replicator offers instead is another save, be it of the same step.
+        if not in_memory_only and self._session.is_offered(restored.step):
             return
         if not in_bucket:
             self._session.mark_unsafe(restored.step)
@@ -360,7 +367,7 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
             self.wait_until_finished()
         finally:
             self._closed = True
-            self._session.close()
+            self._session.let_go()
             if self._saver is not None:
                 self._saver.close()
 

@@ -82,6 +82,17 @@ def test_two_saves_of_one_step_are_never_mixed() -> None:
     assert found.offered is None, "each rank has a .meta of step 40, but of different saves"
 
 
+def test_which_data_a_replicator_takes_when_nodes_differ_cannot_be_foreseen() -> None:
+    """Node 1 holds a copy of rank 0 that is of another save of the step than rank 0 has."""
+    volumes = [
+        volume(0, (40, FIRST, 0, 2), (40, FIRST, 1, 2)),
+        volume(1, (40, SECOND, 0, 1)),
+    ]
+    found = choose(volumes, nodes=2, replicas=None)
+    assert steps(found) == [(40, SECOND, ()), (40, FIRST, ())]
+    assert found.offered is None
+
+
 def test_a_step_that_was_committed_and_never_taken_is_newer_than_what_is_offered() -> None:
     taken = [(40, FIRST, 0, 2), (40, FIRST, 1, 2)]
     found = choose(

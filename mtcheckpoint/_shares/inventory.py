@@ -169,16 +169,19 @@ def _identify(
     identity = identity_from_json(text, str(path))
     if identity.job != job:
         return None
-    return _held(identity, step=step, digest=digest, path=path)
+    return _held(identity, step=step, rank=rank, digest=digest, path=path)
 
 
-def _held(identity: Identity, *, step: int, digest: str | None, path: Path) -> HeldShare:
+def _held(
+    identity: Identity, *, step: int, rank: int | None, digest: str | None, path: Path
+) -> HeldShare:
     # A share whose content did not change since an earlier step names that step: its data stand for
     # the later one, whose id it cannot know.
     return HeldShare(
         step=step,
         save_id=identity.save_id if identity.step == step else "",
-        node_rank=identity.node_rank,
+        # Of replicas each has a .meta of its own, and the data of one of them may stand for all.
+        node_rank=rank if rank is not None else identity.node_rank,
         nodes=identity.nodes,
         digest=digest,
         path=path,
