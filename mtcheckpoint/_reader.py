@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -113,17 +114,18 @@ def read_state(
     """
     stores = _open_stores(plan, context, deadline)
     window = _Window(concurrent_bytes, deadline)
-    buffers: list[dict[Box, np.ndarray[Any, Any]]] = []
+    values: list[Any] = []
+
+    def place(leaf: TargetLeaf, boxes: Any, parts: Any) -> None:
+        values.append(_value(plan, leaf, boxes, parts))
+
     for index, (leaf, boxes) in enumerate(zip(plan.target.leaves, plan.boxes, strict=True)):
         parts = {box: np.empty(box_shape(box), dtype=leaf.dtype) for box in boxes}
         for read in _reads_of(plan, index, parts):
             window.add(read, read.start(stores[index]))
-        buffers.append(parts)
+        # At once, so that buffers and devices never hold the whole state at the same time.
+        window.then(functools.partial(place, leaf, boxes, parts))
     window.finish()
-    values = [
-        _value(plan, leaf, boxes, parts)
-        for leaf, boxes, parts in zip(plan.target.leaves, plan.boxes, buffers, strict=True)
-    ]
     return plan.target.build(values)
 
 
@@ -271,21 +273,30 @@ class _Window:
     def __init__(self, limit_bytes: int, deadline: Deadline) -> None:
         self._limit_bytes = limit_bytes
         self._deadline = deadline
-        self._reads: collections.deque[tuple[_Read, Any]] = collections.deque()
+        # Between the reads, what is done when those before are in.
+        self._queue: collections.deque[tuple[_Read, Any] | Callable[[], None]] = collections.deque()
         self._bytes = 0
 
     def add(self, read: _Read, future: Any) -> None:
-        self._reads.append((read, future))
+        self._queue.append((read, future))
         self._bytes += read.buffer.nbytes
-        while self._bytes > self._limit_bytes and len(self._reads) > 1:
+        while self._bytes > max(self._limit_bytes, read.buffer.nbytes):
             self._take()
 
+    def then(self, action: Callable[[], None]) -> None:
+        """Calls `action` when all reads that were added before are in."""
+        self._queue.append(action)
+
     def finish(self) -> None:
-        while self._reads:
+        while self._queue:
             self._take()
 
     def _take(self) -> None:
-        read, future = self._reads.popleft()
+        first = self._queue.popleft()
+        if not isinstance(first, tuple):
+            first()
+            return
+        read, future = first
         _result(future, read.name, self._deadline)
         read.finish()
         self._bytes -= read.buffer.nbytes
