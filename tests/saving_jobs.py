@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
 import threading
 import time
@@ -357,10 +356,6 @@ def caught(kind: type[BaseException]) -> Iterator[list[BaseException]]:
         yield found
     except kind as error:
         found.append(error)
-
-
-def process_id() -> int:
-    return os.getpid()
 
 
 def save_once(root: str, step: int) -> int | None:
