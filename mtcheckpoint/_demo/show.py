@@ -56,7 +56,9 @@ def run(json_path: Path | None, *, verbose: bool) -> int:
 def _play_all(stage: Stage) -> list[Recovery]:
     job = stage.job
     stage.act = "starting"
-    stage.say(f"starting {NODES} processes; their nodes' memory is in {job.memory.parent}")
+    place = job.memory.parent
+    note = "" if place == Path("/dev/shm") else ", which is no memory: there is no /dev/shm here"
+    stage.say(f"starting {NODES} processes; their nodes' memory is in {place}{note}")
     job.start()
     stage.wait_until(lambda: job.is_restored, "the processes to start", _START_LIMIT_SECONDS)
     stage.say("no checkpoint anywhere: training a language model from step 0")
