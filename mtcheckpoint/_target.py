@@ -274,7 +274,7 @@ def _saved_sharding(leaf: Leaf, mesh: jax.sharding.Mesh) -> Sharding:
     if lacking:
         raise StructureMismatchError(
             f"{leaf.name}: saved over the mesh axes {sorted(lacking)}, and the present mesh has"
-            f" {list(mesh.axis_names)}. Say which sharding to use: give a ShapeDtypeStruct with one",
+            f" {list(mesh.axis_names)}. Say which sharding to use: in a ShapeDtypeStruct",
             paths=[leaf.name],
         )
     return NamedSharding(mesh, PartitionSpec(*spec))

@@ -32,7 +32,7 @@ def flatten_named(tree: Any) -> tuple[dict[str, Any], Any]:
     """Leaves by name, in the tree's order, and the tree's structure.
 
     Raises:
-        StructureMismatchError: two leaves have the same name, as ``{"a.b": 1, "a": {"b": 2}}`` does.
+        StructureMismatchError: two leaves have the same name, as in ``{"a.b": 1, "a": {"b": 2}}``.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     named = {leaf_name(path): leaf for path, leaf in leaves}

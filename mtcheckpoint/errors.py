@@ -3,7 +3,7 @@
     MtCheckpointError
     ├── ConfigError (ValueError)               a flag, or two that contradict each other
     ├── TopologyError (ValueError)             ranks, slices or replicas that do not fit
-    ├── WaitTimeoutError (TimeoutError)        something did not happen in time; says what, and on whom
+    ├── WaitTimeoutError (TimeoutError)        something did not happen in time; says what
     ├── CoordinationError (RuntimeError)       processes that should agree could not
     ├── HandshakeError (RuntimeError)          the replicator's side of the protocol went wrong
     │   ├── ReplicatorFailedError          the replicator wrote ``replicator.failed``

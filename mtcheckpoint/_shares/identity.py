@@ -139,8 +139,8 @@ def _encode(value: Any, path: str) -> Any:
     if isinstance(value, Sequence):
         return [_encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
     raise TypeError(
-        f"{path} is of type {type(value).__name__}: extras hold numbers, strings, bytes, None, lists"
-        " and mappings. Turn it into bytes or numbers first"
+        f"{path} is of type {type(value).__name__}: extras hold numbers, strings, bytes, None,"
+        " lists and mappings. Turn it into bytes or numbers first"
     )
 
 

@@ -25,6 +25,8 @@ PIN_FOLDER = "mtcheckpoint.pinned"
 
 # `<step>`: committed, not taken. `<step>.again`: being announced again. `.save`: being hashed.
 _AGAIN = re.compile(r"([0-9]+)\.again")
+_LOOKS = 20
+
 _ORBAX_PROCESS = re.compile(r"ocdbt\.process_([0-9]+)")
 _ORBAX_ID = "orbax-"
 
@@ -75,9 +77,22 @@ class Volume:
 def take_inventory(volume: Path, job: str) -> Volume:
     """Looks at what lies in a volume; other jobs' files are left out.
 
-    A replicator may move things at the same time: what vanishes during the look is left out.
+    A replicator may still be moving the last step of the run before: then it is looked again, so
+    that nothing is overlooked on its way from one name to the next.
     """
-    names = sorted(entry.name for entry in os.scandir(volume))
+    for _ in range(_LOOKS):
+        names = _names(volume)
+        found = _look(volume, names, job)
+        if _names(volume) == names:
+            break
+    return found
+
+
+def _names(volume: Path) -> list[str]:
+    return sorted(entry.name for entry in os.scandir(volume))
+
+
+def _look(volume: Path, names: list[str], job: str) -> Volume:
     metas = [found for name in names if (found := _read_meta(volume / name, job)) is not None]
     digests = frozenset(m[1] for name in names if (m := files.DATA_NAME.fullmatch(name)))
     shares: list[HeldShare] = []
@@ -139,11 +154,16 @@ def _read_meta(path: Path, job: str) -> tuple[int, int, str] | None:
 
 def _directories(
     volume: Path, names: list[str], metas: list[tuple[int, int, str]], job: str
-) -> Iterator[tuple[int, int | None, str | None, Path]]:
+) -> Iterator[tuple[int | None, int | None, str | None, Path]]:
     """Directories that may be shares: step, rank, hash and path, as far as their names tell."""
     for step, rank, digest in metas:
         yield step, rank, digest, volume / files.data_name(digest)
+    named = {digest for _, _, digest in metas}
     for name in names:
+        data = files.DATA_NAME.fullmatch(name)
+        if data is not None and data[1] not in named:
+            # A replicator that ended between the two renames: only the share itself tells its step.
+            yield None, None, data[1], volume / name
         share = files.parse_share_name(name, "save")
         again = _AGAIN.fullmatch(name)
         if files.is_step_name(name) or again is not None:
@@ -153,7 +173,7 @@ def _directories(
 
 
 def _identify(
-    path: Path, *, job: str, step: int, rank: int | None, digest: str | None
+    path: Path, *, job: str, step: int | None, rank: int | None, digest: str | None
 ) -> HeldShare | None:
     """The share in a directory; None when it is gone, unfinished, or another job's.
 
@@ -165,10 +185,14 @@ def _identify(
     try:
         text = (path / IDENTITY_FILE).read_bytes()
     except OSError:
+        # Orbax's own do not say whose they are: without a name they are nobody's.
+        if step is None:
+            return None
         return _identify_orbax(path, step=step, rank=rank, digest=digest)
     identity = identity_from_json(text, str(path))
     if identity.job != job:
         return None
+    step = identity.step if step is None else step
     return _held(identity, step=step, rank=rank, digest=digest, path=path)
 
 
