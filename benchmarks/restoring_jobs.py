@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import gc
 import os
-import re
 import time
 import urllib.parse
 import urllib.request
@@ -19,6 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mtcheckpoint as mtc
+from benchmarks.results import memory_bytes
 from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint.testing import case_mesh, this_process
 
@@ -97,7 +97,7 @@ def _restored(
         seconds = time.perf_counter() - begun
     assert restored is not None
     assert restored.step == STEP
-    return seconds, max(_status_bytes("VmHWM") - before, 0), restored
+    return seconds, max(memory_bytes("VmHWM") - before, 0), restored
 
 
 # The state.
@@ -223,13 +223,7 @@ def _reset_peak() -> int:
     """Begins a new peak of resident memory; returns what is resident now."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
-    return _status_bytes("VmRSS")
-
-
-def _status_bytes(name: str) -> int:
-    match = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert match is not None
-    return int(match[1]) * 1024
+    return memory_bytes("VmRSS")
 
 
 def _noted_topics() -> set[str]:

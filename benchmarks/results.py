@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["Pair", "Result", "Settings", "compared", "machine"]
+__all__ = ["Pair", "Result", "Settings", "compared", "machine", "memory_bytes"]
 
 _PACKAGES = ("jax", "jaxlib", "orbax-checkpoint", "tensorstore", "numpy", "mtcheckpoint")
 
@@ -90,6 +90,16 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
     }
+
+
+def memory_bytes(name: str) -> int:
+    """Resident memory of this process: ``VmRSS`` now, ``VmHWM`` at its peak.
+
+    Not by getrusage, whose peak is also that of the program that started this one.
+    """
+    with open("/proc/self/status", encoding="utf-8") as file:
+        values = dict(line.split(":", 1) for line in file)
+    return int(values[name].split()[0]) * 1024
 
 
 def _cpu() -> str:
