@@ -2,6 +2,7 @@
 
 One process, without a replicator:
 
+    mkdir -p /dev/shm/try
     python examples/train.py --run_name=try --steps=2000 --enable_replicator=false \\
         --local_checkpoint_directory=/dev/shm/try --max_num_checkpoints_to_keep=2
 
@@ -97,7 +98,8 @@ def init_state() -> State:
 
 def train_step(state: State, batch: jax.Array) -> tuple[State, jax.Array]:
     def loss_of(params: dict[str, jax.Array]) -> jax.Array:
-        return jnp.mean((jnp.tanh(batch @ params["first"]) @ params["second"] - batch) ** 2)
+        error: jax.Array = jnp.tanh(batch @ params["first"]) @ params["second"] - batch
+        return jnp.mean(error**2)
 
     loss, gradients = jax.value_and_grad(loss_of)(state["params"])
     momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], gradients)
