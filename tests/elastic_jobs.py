@@ -133,6 +133,7 @@ def summary(run: Run, restored: mtc.RestoredState | None) -> dict[str, Any]:
         "tier": restored.tier,
         "extras": [[e["rank"], e["step"]] for e in restored.extras],
         "passed_over": [[p.step, p.source, p.reason] for p in restored.report.passed_over],
+        "left_out": list(restored.report.left_out),
         "bytes": dict(restored.report.bytes_by_tier),
         "seconds": sum(restored.report.seconds.values()),
     }
@@ -177,6 +178,10 @@ def alone(root: str, run: Run) -> mtc.CheckpointConfig:
     return dataclasses.replace(
         settings(root, run), enable_replicator=False, max_num_checkpoints_to_keep=2
     )
+
+
+def open_alone(root: Path, run: Run) -> mtc.ReplicatedCheckpointManager:
+    return mtc.ReplicatedCheckpointManager(alone(str(root), run), mesh=mesh_of(run))
 
 
 def restore_alone(root: str, run: Run, **options: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import shutil
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,15 @@ FAULTS: dict[str, tuple[Fault, list[int]]] = {
 MENDED = ["503 twice", "503 twice on a reading host", "429 twice", "a slow list"]
 
 
+# Damage in memory, where two nodes hold all four shares: the node, the rank, and what is bad.
+DAMAGE: dict[str, list[tuple[int, int, str]]] = {
+    "no damage": [],
+    "a manifest here, a byte there": [(0, 1, "manifest"), (1, 2, "byte")],
+    "a byte in both copies": [(0, 1, "byte"), (1, 1, "byte")],
+    "an own share gone, a peer's damaged": [(0, 0, "gone"), (1, 3, "manifest")],
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcomes:
     """What the jobs found, by place and scenario, and the bucket before and after."""
@@ -87,6 +97,8 @@ def outcomes() -> Iterator[Outcomes]:
         }
         urls = {name: proxy.url for name, proxy in proxies.items()}
         environment = environment_of(server)
+        for name, damage in DAMAGE.items():
+            keep_in_memory(root, root / "two" / name, damage)
         two = run_job(restore_by_two, 2, str(root / "two"), places, server, urls, env=environment)
         one = run_job(restore_by_one, 1, str(root / "one"), places, env=environment)
         yield Outcomes(
@@ -120,6 +132,31 @@ def make_backups(root: Path, place: str) -> None:
     filesystem.pipe_file(f"{path}/unfinished/{half}", b"neither")
 
 
+def keep_in_memory(root: Path, place: Path, damage: list[tuple[int, int, str]]) -> None:
+    """Both nodes hold all shares of the newest step, some of them damaged."""
+    for node in range(2):
+        for rank in range(NODES):
+            share = root / f"node{rank}" / str(STEP)
+            lay_out(share, f"{place}/node{node}", step=STEP, node_rank=rank)
+    for node, rank, kind in damage:
+        share = place / f"node{node}" / files.data_name(digest_for(STEP, rank))
+        if kind == "gone":
+            shutil.rmtree(share)
+        elif kind == "manifest":
+            manifest = share / "state" / "manifest.ocdbt"
+            manifest.write_bytes(manifest.read_bytes()[:20])
+        else:
+            flip_a_byte(share / "state")
+
+
+def flip_a_byte(state: Path) -> None:
+    """In the largest file of arrays."""
+    file = max(state.rglob("d/*"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
 def listing(url: str) -> list[str]:
     filesystem, path = fsspec.core.url_to_fs(url)
     found = filesystem.find(path, detail=True)
@@ -150,6 +187,19 @@ def assert_restored(found: list[dict[str, Any]]) -> None:
     assert digest_for(STEP, 1) in passed_over[DAMAGED]
 
 
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_bad_copy_in_memory_is_replaced_by_a_good_one(outcomes: Outcomes, damage: str) -> None:
+    found = outcomes.two[damage]
+    if damage == "a byte in both copies":
+        assert same(found, "step", "tier") == [STEP, "backup"]
+        assert (STEP, "the cluster's memory") in [(s, w) for s, w, _ in found[0]["passed_over"]]
+        return
+    assert same(found, "step", "passed_over") == [STEP, []]
+    left_out = "".join(text for process in found for text in process["left_out"])
+    for _, rank, kind in DAMAGE[damage]:
+        assert (digest_for(STEP, rank) in left_out) == (kind != "gone"), left_out
+
+
 @pytest.mark.parametrize("fault", MENDED)
 def test_a_fault_that_passes(outcomes: Outcomes, fault: str) -> None:
     assert_restored(outcomes.two[fault])
@@ -176,6 +226,9 @@ def restore_by_two(
     Path(root).mkdir(exist_ok=True)
     together("begun")
     found = restore_reshaped(root, places, RESHAPED)
+    for name in DAMAGE:
+        run = dataclasses.replace(RESHAPED["two by two"], flags={"backup_root": places["folder"]})
+        found[name] = restore_alone(f"{root}/{name}", run)
     wait_less()
     for name, (_, hosts) in FAULTS.items():
         url = urls[name] if elastic_jobs.rank() in hosts else server

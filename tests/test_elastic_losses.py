@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -11,17 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import elastic_jobs
+import numpy as np
 import pytest
 from elastic_jobs import JOB, Run, lay_out
 from replicator_cluster import EmbeddedCluster, eventually
 from restoring_clusters import REPLICATORS, run_job, same, start_replicator
+from synthetic_saves import SyntheticSave
 from test_elastic_memory import Job, contents
 
 from mtcheckpoint import _saver, _session, manager
+from mtcheckpoint.errors import RestoreError
 from mtcheckpoint.testing import ProcessGroup, report
 
 NODES = 4
 BACKUP = "2031-01-02_00-00"
+
+
+ALONE = Run(hosts=[0], mesh=[2, 4])
 
 
 @pytest.fixture(params=REPLICATORS)
@@ -103,6 +110,44 @@ def keep_as_backup(volumes: list[Path], backup: Path) -> None:
 
 def contents_of(folder: Path) -> list[tuple[str, int]]:
     return sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*"))
+
+
+def test_half_a_step_is_a_step_until_it_was_tried(volume_root: Path) -> None:
+    """A loop that asks for the latest step first must not begin anew."""
+    save_one_of_two(volume_root)
+    with elastic_jobs.open_alone(volume_root, ALONE) as manager:
+        assert list(manager.all_steps()) == [NEWEST]
+        assert manager.latest_step() == NEWEST
+        with pytest.raises(RestoreError, match="the shares of its ranks 1 are gone"):
+            manager.restore_latest()
+
+
+def test_the_loss_of_another_job_is_not_ours(volume_root: Path) -> None:
+    (volume_root / "node0").mkdir()
+    note = volume_root / "node0" / "mtcheckpoint.unsafe.json"
+    for job, text in (("job-b", "another's"), (JOB, "ours")):
+        note.write_text(json.dumps({"job": job, "step": NEWEST}))
+        with elastic_jobs.open_alone(volume_root, ALONE) as manager:
+            if text == "another's":
+                assert manager.restore_latest(elastic_jobs.target_of(ALONE)) is None
+            else:
+                with pytest.raises(RestoreError, match=f"step {NEWEST}"):
+                    manager.restore_latest(elastic_jobs.target_of(ALONE))
+
+
+def save_one_of_two(root: Path) -> None:
+    """Leaves, on the only node, one of two shares of a step."""
+    mesh = {"data": 2, "model": 4}
+    save = SyntheticSave(
+        job=JOB,
+        step=NEWEST,
+        values={"w": np.ones((16, 32), np.float32)},
+        specs={"w": (("data",), ("model",))},
+        mesh=mesh,
+        ranks=2,
+    )
+    share, _ = save.write(root / "shares")
+    lay_out(share, f"{root}/node0", step=NEWEST, node_rank=0)
 
 
 # A crash in the middle of salvage: the newest step was never taken, so the handshake destroys it.
