@@ -99,7 +99,7 @@ def init_state() -> State:
 def train_step(state: State, batch: jax.Array) -> tuple[State, jax.Array]:
     def loss_of(params: dict[str, jax.Array]) -> jax.Array:
         error: jax.Array = jnp.tanh(batch @ params["first"]) @ params["second"] - batch
-        return jnp.mean(error**2)
+        return (error**2).mean()
 
     loss, gradients = jax.value_and_grad(loss_of)(state["params"])
     momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], gradients)
