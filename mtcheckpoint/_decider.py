@@ -14,7 +14,7 @@ from typing import Any
 
 from mtcheckpoint import _policy
 from mtcheckpoint._coordination import Coordinator
-from mtcheckpoint._orbax import OrbaxPolicy
+from mtcheckpoint._orbax import OrbaxPolicy, is_continuous
 from mtcheckpoint._policy import ClusterState, HostReport, Policy, Verdict
 from mtcheckpoint.config import CheckpointConfig
 
@@ -26,6 +26,9 @@ _BLOCK = 256
 
 def policy_of(config: CheckpointConfig, given: Any = None) -> Policy:
     """The policy that the flags describe, or the one given: ours, or Orbax's kind."""
+    if given is not None and is_continuous(given):
+        # Ours means the same; Orbax's leaves a key in the job's store each time it is asked.
+        return _policy.Continuous(given.minimum_interval_secs)
     if given is not None:
         return given if hasattr(given, "wants") else _UserPolicy(given)
     policies: list[Policy] = []

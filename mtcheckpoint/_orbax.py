@@ -40,6 +40,7 @@ __all__ = [
     "ShareWriter",
     "catch_up_operation_id",
     "composite_result",
+    "is_continuous",
     "is_preservation_policy",
     "is_save_decision_policy",
     "open_persistent_manager",
@@ -305,6 +306,11 @@ class _PolicyStep:
     step: int
     time: datetime.datetime
     metrics: dict[str, Any] | None = None
+
+
+def is_continuous(policy: object) -> bool:
+    """True for Orbax's `ContinuousCheckpointingPolicy`."""
+    return type(policy) is save_decision_policy.ContinuousCheckpointingPolicy
 
 
 class OrbaxPolicy:
