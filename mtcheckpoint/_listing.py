@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import time
@@ -24,7 +25,7 @@ from mtcheckpoint._shares.inventory import HeldShare, Volume, jobs_in, take_inve
 from mtcheckpoint._shares.volume import size_bytes
 from mtcheckpoint.errors import ShareError
 
-__all__ = ["list_places"]
+__all__ = ["BackupsAt", "backups_at", "list_places"]
 
 # What the protocol and our own saves leave in a volume besides shares.
 _KNOWN_FILES = {
@@ -139,8 +140,36 @@ def _foreign_reason(entry: os.DirEntry[str], everybody: Sequence[Volume]) -> str
 # Backups.
 
 
-def _backups_in(place: str, timeout_secs: float) -> list[Row] | None:
-    """What a backup root, a job's folder or a dated backup holds; None for a volume."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BackupsAt:
+    """What a place that is no volume leads to.
+
+    Attributes:
+        root: the backup root that it is, or lies in.
+        jobs: the jobs with backups.
+        name: the one dated backup that the place is; None when it is a job's folder or a root.
+        foreign: what else lies in the root, when the place is one.
+    """
+
+    root: BackupRoot
+    jobs: tuple[str, ...]
+    name: str | None = None
+    foreign: tuple[str, ...] = ()
+
+    def dated(self) -> Iterator[tuple[str, str]]:
+        """Job and name of each backup, newest first within a job."""
+        for job in self.jobs:
+            for name in [self.name] if self.name is not None else self.root.names(job):
+                yield job, name
+
+
+def backups_at(place: str, *, timeout_secs: float) -> BackupsAt | None:
+    """The backups that a backup root, a job's folder or a dated backup holds; None for a volume.
+
+    Raises:
+        TierUnreadableError: it could not be listed.
+        OSError: a path that could not be listed.
+    """
     url = place if "://" in place else str(Path(place).absolute())
     if "://" not in place:
         os.listdir(url)  # says more plainly what is wrong than a file system of fsspec
@@ -150,17 +179,28 @@ def _backups_in(place: str, timeout_secs: float) -> list[Row] | None:
     if files.BACKUP_FOLDER.fullmatch(name):
         above, _, job = parent.rpartition("/")
         root = BackupRoot(above or "/", timeout_secs=timeout_secs)
-        return list(_in_backup(root, job, name))
+        return BackupsAt(root=root, jobs=(job,), name=name)
     if any(files.BACKUP_FOLDER.fullmatch(entry) for entry in names):
-        return list(_in_job(BackupRoot(parent or "/", timeout_secs=timeout_secs), name))
-    jobs = [entry for entry in names if here.names(entry)]
+        root = BackupRoot(parent or "/", timeout_secs=timeout_secs)
+        return BackupsAt(root=root, jobs=(name,))
+    jobs = tuple(entry for entry in names if here.names(entry))
     if not jobs and "://" not in place:
         return None
-    rows = [row for job in jobs for row in _in_job(here, job)]
-    foreign = sorted(set(names) - set(jobs))
+    foreign = tuple(sorted(set(names) - set(jobs)))
+    return BackupsAt(root=here, jobs=jobs, foreign=foreign)
+
+
+def _backups_in(place: str, timeout_secs: float) -> list[Row] | None:
+    """What a backup root, a job's folder or a dated backup holds; None for a volume."""
+    found = backups_at(place, timeout_secs=timeout_secs)
+    if found is None:
+        return None
+    if found.name is not None:
+        return list(_in_backup(found.root, found.jobs[0], found.name))
+    rows = [row for job in found.jobs for row in _in_job(found.root, job)]
     return rows + [
-        foreign_row(here.url, "backup", None, f"{entry}: not a job with backups")
-        for entry in foreign
+        foreign_row(found.root.url, "backup", None, f"{entry}: not a job with backups")
+        for entry in found.foreign
     ]
 
 

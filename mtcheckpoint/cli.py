@@ -20,6 +20,7 @@ COMMANDS = {
     "demo": "see a job lose machines and come back, in under two minutes",
     "ls": "show what lies in volumes and backups",
     "replicator": "play the replicator for nodes on this machine",
+    "verify": "read shares in volumes and backups and compare them with their seals",
 }
 
 

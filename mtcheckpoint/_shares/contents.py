@@ -31,6 +31,7 @@ __all__ = [
     "Chunk",
     "Leaf",
     "ShareContents",
+    "is_unreadable",
     "read_contents",
     "read_extras",
     "state_kvstore",
@@ -262,13 +263,19 @@ def _result(future: Any, deadline: Deadline) -> Any:
     return future.result(max(deadline.remaining(), 0.001))
 
 
+def is_unreadable(error: ValueError) -> bool:
+    """Whether TensorStore could not read a place, so that nothing is known of what is there.
+
+    It raises ValueError for everything; its text begins with the status code.
+    """
+    codes = ("PERMISSION_DENIED", "UNAVAILABLE", "ABORTED", "DEADLINE_EXCEEDED")
+    return str(error).startswith(codes)
+
+
 def _translated(error: ValueError, place: Place) -> Exception:
-    """TensorStore raises ValueError for everything; its text begins with the status code."""
-    text = str(error)
-    unreadable = ("PERMISSION_DENIED", "UNAVAILABLE", "ABORTED", "DEADLINE_EXCEEDED")
-    if text.startswith(unreadable):
-        return TierUnreadableError(f"{place.name} cannot be read: {text}", place=place.name)
-    return ShareError(f"{place.name} is damaged: {text}", place=place.name)
+    if is_unreadable(error):
+        return TierUnreadableError(f"{place.name} cannot be read: {error}", place=place.name)
+    return ShareError(f"{place.name} is damaged: {error}", place=place.name)
 
 
 def _read_tree(
