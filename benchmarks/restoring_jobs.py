@@ -177,6 +177,9 @@ def _raw_reader(root: Path, need_bytes: int, **source: Any) -> Callable[[], list
     folders = [root / folder for folder in source["folders"][place.rank]]
     files = [list(_files(folder)) for folder in folders]
     share = need_bytes // len(folders)
+    for folder, some in zip(folders, files, strict=True):
+        there = sum(path.stat().st_size for path in some)
+        assert there >= share, f"{folder} holds {there} bytes, {share} are to be read"
     return lambda: [buffer for some in files for buffer in _read_files(some, share)]
 
 
