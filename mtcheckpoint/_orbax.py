@@ -32,6 +32,7 @@ from orbax.checkpoint.experimental.emergency.multi_tier_checkpointing import (
 )
 
 from mtcheckpoint._shares.identity import PROCESS_METADATA_ITEM, STATE_ITEM
+from mtcheckpoint._shares.shardings import ORBAX_DEVICE_LIMIT
 
 __all__ = [
     "AbstractCheckpointManager",
@@ -186,7 +187,10 @@ class _EveryProcessString(type_handlers.StringHandler):  # type: ignore[misc]
 
 def _type_handlers() -> Any:
     arrays = type_handlers.ArrayHandler(
-        primary_host=None, replica_id=None, use_replica_parallel=False
+        primary_host=None,
+        replica_id=None,
+        use_replica_parallel=False,
+        enable_write_sharding_file=jax.device_count() <= ORBAX_DEVICE_LIMIT,
     )
     scalars = _EveryProcessScalar()
     return type_handler_registry.create_type_handler_registry(

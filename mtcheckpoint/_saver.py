@@ -38,6 +38,7 @@ from mtcheckpoint._shares.identity import (
 )
 from mtcheckpoint._shares.places import LocalPlace
 from mtcheckpoint._shares.seal import SEAL_FILE, seal_share, seal_to_json
+from mtcheckpoint._shares.shardings import SHARDINGS_FILE, shardings_to_json
 from mtcheckpoint._shares.volume import STAGING_FOLDER, CommittedSteps, size_bytes
 from mtcheckpoint._snapshot import Snapshot
 from mtcheckpoint.errors import (
@@ -322,6 +323,7 @@ class Saver:
         )
         _write_text(share / IDENTITY_FILE, identity_to_json(identity))
         _write_text(share / EXTRAS_FILE, json.dumps(extras))
+        _write_text(share / SHARDINGS_FILE, shardings_to_json(request.snapshot.tree))
         self._seal(share, request, save_id)
         return share
 

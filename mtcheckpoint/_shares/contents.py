@@ -25,6 +25,7 @@ from mtcheckpoint._shares.identity import (
 )
 from mtcheckpoint._shares.places import Place
 from mtcheckpoint._shares.seal import SEAL_FILE, Seal, Verify, seal_from_json
+from mtcheckpoint._shares.shardings import SHARDINGS_FILE, shardings_from_json
 from mtcheckpoint.errors import ShareError, TierUnreadableError
 
 __all__ = [
@@ -284,9 +285,9 @@ def _read_tree(
     arrays: Mapping[str, Mapping[str, Any]],
     kinds: Mapping[str, str],
 ) -> tuple[dict[str, Leaf], dict[tuple[str | int, ...], str]]:
-    shardings = _json(read, f"{STATE_ITEM}/_sharding", default={})
     leaves, empty = {}, {}
     try:
+        shardings = _shardings(read)
         for entry in tree["tree_metadata"].values():
             path = tuple(_key(part) for part in entry["key_metadata"])
             name = ".".join(str(part) for part in path)
@@ -295,9 +296,9 @@ def _read_tree(
                 empty[path] = value["value_type"]
                 continue
             leaves[name] = _leaf(
-                name, path, value["value_type"], kinds.get(name), arrays, shardings
+                name, path, value["value_type"], kinds.get(name), arrays, shardings.get(name)
             )
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise ShareError(
             f"{read.place.name}: its tree metadata cannot be read: {type(error).__name__}: {error}",
             place=read.place.name,
@@ -313,6 +314,17 @@ def _key(part: Mapping[str, Any]) -> str | int:
     return int(part["key"]) if part["key_type"] == _SEQUENCE else str(part["key"])
 
 
+def _shardings(read: _SealedFiles) -> dict[str, Mapping[str, Any]]:
+    """How each leaf lay on the mesh: from our own file, or from Orbax's."""
+    own = _json(read, SHARDINGS_FILE, default={})
+    if own:
+        return shardings_from_json(own)
+    by_orbax = _json(read, f"{STATE_ITEM}/_sharding", default={})
+    return {
+        base64.b64decode(name).decode(): _parsed(sharding) for name, sharding in by_orbax.items()
+    }
+
+
 @functools.lru_cache(maxsize=256)
 def _parsed(sharding: str) -> Mapping[str, Any]:
     """Leaves with the same sharding share one description: it lists every device of the job."""
@@ -326,12 +338,11 @@ def _leaf(
     value_type: str,
     kind: str | None,
     arrays: Mapping[str, Mapping[str, Any]],
-    shardings: Mapping[str, str],
+    sharding: Mapping[str, Any] | None,
 ) -> Leaf:
     if value_type == "string":
         return Leaf(name=name, path=path, value_type=value_type, kind=kind)
     array = arrays[name]
-    sharding = shardings.get(base64.b64encode(name.encode()).decode())
     return Leaf(
         name=name,
         path=path,
@@ -340,5 +351,5 @@ def _leaf(
         shape=tuple(array["shape"]),
         dtype=array["data_type"],
         chunk_shape=tuple(array["chunk_grid"]["configuration"]["chunk_shape"]),
-        sharding=_parsed(sharding) if sharding else None,
+        sharding=sharding,
     )

@@ -117,7 +117,9 @@ def _axes(part: Any) -> tuple[str, ...]:
 
 
 def _flat(mesh: Any) -> list[int]:
-    """Device ids of nested lists of ``{"id": n}``."""
+    """Device ids of nested lists of ``{"id": n}``, or of plain numbers."""
+    if isinstance(mesh, int):
+        return [mesh]
     if isinstance(mesh, Mapping):
         return [int(mesh["id"])]
     return [device for part in mesh for device in _flat(part)]
