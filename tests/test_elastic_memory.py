@@ -24,7 +24,6 @@ class Job:
     def __init__(self, cluster: Any, root: Path) -> None:
         self.cluster = cluster
         self._root = root
-        self.seconds: list[tuple[str, float]] = []
 
     def run(self, run: Run, holders: Any = None) -> list[dict[str, Any]]:
         """One run; returns when what it saved is where it belongs."""
@@ -36,9 +35,6 @@ class Job:
             wait_until_held(volumes, newest, holders)
         for volume in volumes:
             assert_tidy(volume)
-        if same(found, "step") is not None:
-            slowest = max(process["seconds"] for process in found)
-            self.seconds.append((f"{len(run.hosts)} on {run.mesh}", slowest))
         return found
 
     def attempt(self, run: Run) -> list[dict[str, Any]]:
@@ -64,11 +60,9 @@ def size_bytes(volume: Path) -> int:
 
 
 @pytest.fixture(params=REPLICATORS)
-def job(request: pytest.FixtureRequest, volume_root: Path, record_property: Any) -> Iterator[Job]:
+def job(request: pytest.FixtureRequest, volume_root: Path) -> Iterator[Job]:
     with start_replicator(request.param, volume_root, NODES) as cluster:
-        job = Job(cluster, volume_root)
-        yield job
-        record_property("restore_seconds", job.seconds)
+        yield Job(cluster, volume_root)
 
 
 def test_shrunk_restarted_grown_and_moved_to_other_hosts(job: Job) -> None:
