@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mtcheckpoint import _policy
+from mtcheckpoint._backlog import Backlog
 from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._orbax import OrbaxPolicy, is_continuous
 from mtcheckpoint._policy import ClusterState, HostReport, Policy, Verdict
@@ -107,6 +108,7 @@ class Decider:
         policy: Policy,
         *,
         save_on_start: bool,
+        ask_every: int = _policy.NEVER,
         now: Callable[[], float] = time.time,
     ) -> None:
         """
@@ -114,12 +116,16 @@ class Decider:
             coordinator: agreement with the other processes.
             policy: what is wished for; asked on process 0 only.
             save_on_start: save step 0.
+            ask_every: ask again after this many steps at the latest, so that a replicator which
+                has stopped is heard of.
             now: seconds since the epoch.
         """
         self._coordinator = coordinator
         self._policy = policy
         self._save_on_start = save_on_start
+        self._ask_every = ask_every
         self._now = now
+        self._backlog = Backlog()
         self._first_step = 0
         self._saved: list[tuple[int, float]] = []
         self._started: int | None = None
@@ -196,12 +202,15 @@ class Decider:
             started_step=self._started,
             first_step=self._first_step,
         )
+        self._backlog.look(state)
         verdict = _policy.decide(self._policy, state, save_on_start=self._save_on_start)
         return Decision(
             save=verdict.save and not faults,
             reason=verdict.reason,
             # While a save is in progress it can fail, and that must be heard soon.
-            ask_again_at=step + 1 if _is_saving(state) else verdict.ask_again_at,
+            ask_again_at=(
+                step + 1 if _is_saving(state) else min(verdict.ask_again_at, step + self._ask_every)
+            ),
             failed_saves=len(failed),
             faults=faults,
         )

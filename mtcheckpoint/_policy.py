@@ -29,6 +29,7 @@ __all__ = [
     "Verdict",
     "back_pressure",
     "decide",
+    "held_up",
 ]
 
 # `Verdict.ask_again_at` of a policy that will not wish for a save any more.
@@ -232,6 +233,21 @@ def back_pressure(state: ClusterState, *, untaken_limit: int = 1) -> str | None:
         waiting = _unfinished(state, state.started_step) or _untaken(state, untaken_limit)
         if waiting:
             return waiting
+    return _full(state)
+
+
+def held_up(state: ClusterState) -> str | None:
+    """What the replicator or a full volume holds up, while no save is in progress; None: nothing.
+
+    Args:
+        state: what is known about the job.
+    """
+    if state.started_step is not None:
+        if _unfinished(state, state.started_step):
+            return None
+        untaken = _untaken(state, 1)
+        if untaken:
+            return untaken
     return _full(state)
 
 

@@ -14,7 +14,7 @@ import jax
 from etils import epath
 from jax.experimental import multihost_utils
 
-from mtcheckpoint import _jax, _orbax, _topology
+from mtcheckpoint import _jax, _orbax, _policy, _topology
 from mtcheckpoint._coordination import job_coordinator
 from mtcheckpoint._decider import Decider, Decision, policy_of
 from mtcheckpoint._handshake.client import ReplicatorWatch
@@ -35,6 +35,8 @@ _LOG = logging.getLogger("mtcheckpoint")
 
 # The replicator watches for new steps only after it has mounted its peers and tidied up.
 _SETTLE_SECONDS = 1.0
+# A replicator that has stopped is heard of after this many steps, however seldom steps are saved.
+_ASK_EVERY_STEPS = 100
 
 
 class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ignore[misc]
@@ -94,12 +96,14 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
             self._coordinator,
             policy_of(config, policy),
             save_on_start=config.save_checkpoint_on_start,
+            ask_every=_ASK_EVERY_STEPS if config.enable_replicator else _policy.NEVER,
         )
         self._restored_step: int | None = None
         self._steps: list[int] = []
         self._saving: int | None = None
         self._failures_raised = 0
         self._failures_in_a_row = 0
+        self._told_stopped = False
         self._closed = False
 
     # Restoring.
@@ -229,7 +233,9 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
             TypeError: a leaf of the state or a value of the extras is of a type that is not saved.
             ValueError: the step is negative, or an array was donated before.
             SaveError: an earlier save failed, here or elsewhere.
-            ReplicatorFailedError: the replicator has stopped.
+            ReplicatorFailedError: the replicator has stopped, here or elsewhere; at the same step
+                on all processes. Under ``on_save_error="warn"`` that is logged, and training goes
+                on without saves.
             WaitTimeoutError: the process that decides, or the save in progress, took too long.
         """
         tree = _orbax.state_to_save(args) if args is not None else state
@@ -239,7 +245,8 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
         step = _checked_step(step)
         if not force and not self._agreed_to_save(step):
             return False
-        self.wait_until_finished()
+        self._finish_save()
+        self._raise_save_errors()
         if self._steps and self._steps[-1] == step:
             return False
         self._start_save(step, tree, copy.deepcopy(custom_metadata), extras=encode_extras(extras))
@@ -300,13 +307,12 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
         Raises:
             SaveError: a save failed. Under ``on_save_error="warn"``: more saves in a row failed
                 than ``save_error_budget``.
-            ReplicatorFailedError: the replicator has stopped.
+            ReplicatorFailedError: the replicator has stopped. Under ``on_save_error="warn"`` that
+                is logged, and nothing is saved any more.
         """
-        if self._watch is not None:
-            self._watch.check()
+        self._check_replicator()
         self._note_finished()
-        for error in self._saver.take_errors() if self._saver is not None else ():
-            self._failed(error)
+        self._raise_save_errors()
 
     # What is there.
 
@@ -441,25 +447,53 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
             return True
         decision = self._decision(step)
         if decision.faults:
-            self._raise_faults(decision.faults)
+            self._stopped(step, decision.faults)
         if decision.failed_saves > self._failures_raised:
             # All processes hear of it at the same step, so that all raise or none.
-            self.wait_until_finished()
+            self._finish_save()
+            self._raise_save_errors()
         return decision.save
 
     def _decision(self, step: int) -> Decision:
-        self._begin()
-        failed = self._saver.failed if self._saver is not None else ()
-        return self._decider.decide(step, failed=failed)
+        # Not only the next save: its thread also watches the replicator.
+        return self._decider.decide(step, failed=self._the_saver().failed)
 
-    def _raise_faults(self, faults: Mapping[str, str]) -> None:
-        if self._watch is not None:
-            self._watch.check()
+    def _stopped(self, step: int, faults: Mapping[str, str]) -> None:
+        """The replicator has stopped somewhere: all processes hear of it at the same step."""
         names = self._coordinator.names(map(int, faults))
         listed = "; ".join(f"{n}: {text}" for n, text in zip(names, faults.values(), strict=True))
-        raise ReplicatorFailedError(
-            f"the replicator has stopped on other nodes: {listed}", text=listed
+        if self._config.on_save_error == "raise":
+            raise ReplicatorFailedError(
+                f"step {step}: the replicator has stopped: {listed}", text=listed
+            )
+        self._tell_stopped(listed)
+
+    def _check_replicator(self) -> None:
+        try:
+            if self._watch is not None:
+                self._watch.check()
+        except ReplicatorFailedError as error:
+            if self._config.on_save_error == "raise":
+                raise
+            self._tell_stopped(str(error))
+
+    def _tell_stopped(self, listed: str) -> None:
+        if self._told_stopped:
+            return
+        self._told_stopped = True
+        self._note_finished()
+        newest = self._steps[-1] if self._steps else self._restored_step
+        _LOG.warning(
+            "the replicator has stopped: %s. Training goes on (on_save_error is 'warn'), but"
+            " nothing is saved or replicated any more: %s is lost with any node, until the job is"
+            " restarted",
+            listed,
+            "all of this run" if newest is None else f"what comes after step {newest}",
         )
+
+    def _raise_save_errors(self) -> None:
+        for error in self._saver.take_errors() if self._saver is not None else ():
+            self._failed(error)
 
     def _started(self, step: int) -> None:
         self._steps = [s for s in self._steps if s < step]
