@@ -9,13 +9,21 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console, RenderableType
 
 from mtcheckpoint._clock import Deadline, wait_for
-from mtcheckpoint._demo.screen import rendered, sparkline
+from mtcheckpoint._demo.interrupts import Interrupts
+from mtcheckpoint._demo.job import Job
+from mtcheckpoint._demo.ledger import Ledger, differences
+from mtcheckpoint._demo.screen import PlainScreen, rendered, sparkline
 from mtcheckpoint._demo.summary import checkpoint_distances, summary_tables
 from mtcheckpoint._demo.view import NodeView, Recovery, View
 
@@ -88,6 +96,9 @@ def test_the_job_comes_back_from_every_loss(tmp_path: Path) -> None:
     assert found == [
         ("process-killed", "local"),
         ("node-lost", "peer"),
+        # Each process' devices hold what two did before, one of them on the other node.
+        ("cluster-shrunk", "peer"),
+        ("cluster-grown", "peer"),
         ("all-memory-lost", "backup"),
     ]
     for recovery in result["recoveries"]:
@@ -113,6 +124,34 @@ def test_the_job_comes_back_from_every_loss(tmp_path: Path) -> None:
         line for line in lines if "WARNING" in line or "ERROR" in line or "Traceback" in line
     ]
     assert demo.left_behind() == []
+
+
+@pytest.mark.timeout(360)
+def test_survivors_that_do_not_hold_everything_use_the_backup_and_say_what_is_gone() -> None:
+    """Nodes 0 and 2 hold each other's copies; of their shares nothing is left."""
+    with Interrupts() as interrupts, Job(interrupts) as job:
+        job.start()
+        watch(job, lambda: job.has_backup and job.saves >= 3, "a backup")
+        job.end()
+        newest = job.last_committed_step
+        for rank in (0, 2):
+            job.wipe(rank)
+        job.start(2)
+        watch(job, lambda: job.is_compared, "the comparison")
+        assert (job.tier, job.state_matches) == ("backup", True)
+        assert job.restored_step is not None and newest is not None
+        assert 0 < job.restored_step <= newest
+        assert job.passed_over, "the newest step was in no backup yet, or nobody said so"
+        assert all(step >= job.restored_step for step, _ in job.passed_over)
+        assert {"the shares of its ranks 0, 2 are gone"} == {why for _, why in job.passed_over}
+
+
+def watch(job: Job, condition: Callable[[], bool], what: str) -> None:
+    def look() -> bool | None:
+        job.check()
+        return condition() or None
+
+    wait_for(look, Deadline.after(LIMIT_SECONDS), what)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -157,7 +196,7 @@ def view(step: int | None) -> View:
         for rank in range(4)
     ]
     return View(
-        act="training, until all nodes are lost",
+        act="5/5 lost nodes 2 and 3 and their memory: starting again",
         seconds=3599.0,
         nodes=nodes,
         losses=[4.0 - 0.001 * i for i in range(3000)] if step else [],
@@ -181,6 +220,8 @@ def test_a_step_counts_as_replicated_when_every_node_has_a_copy() -> None:
     assert dataclasses.replace(view(7), nodes=[*nodes[:3], behind]).replicated_step == 4
     alone = dataclasses.replace(nodes[3], held={3: 7})
     assert dataclasses.replace(view(7), nodes=[*nodes[:3], alone]).replicated_step is None
+    gone = dataclasses.replace(nodes[3], state="gone", held={})
+    assert dataclasses.replace(view(7), nodes=[*nodes[:3], gone]).replicated_step == 7
 
 
 def test_summary_fits_80_columns_and_names_the_fixed_period() -> None:
@@ -190,11 +231,11 @@ def test_summary_fits_80_columns_and_names_the_fixed_period() -> None:
         last_committed_step=123_450,
         restored_step=123_400,
         tier="backup",
-        expected_tier="backup",
+        expected_tiers=("backup",),
         state_matches=False,
         recovery_seconds=123.4,
     )
-    text = shown(summary_tables([recovery] * 3, [2, 4, 6]))
+    text = shown(summary_tables([recovery] * 5, [2, 4, 6]))
     assert max(map(len, text.splitlines())) <= 80
     assert "DIFFER" in text
     assert "4 steps" in text and "2 steps" in text
@@ -215,3 +256,66 @@ def test_sparkline_evens_out_what_is_too_long() -> None:
     assert sparkline([1.0]) == "▁"
     assert sparkline([3.0, 2.0, 1.0], width=3) == "█▄▁"
     assert len(sparkline([float(i) for i in range(1000)], width=40)) == 40
+
+
+# The ledger, which the demo's word depends on.
+
+
+def mesh_of(*sizes: int) -> Mesh:
+    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
+    return Mesh(devices, ("data", "model"))
+
+
+def state_on(mesh: Mesh, **changed: float) -> dict[str, Any]:
+    """A matrix split over both axes, a vector that is replicated over one, and a scalar."""
+    specs = {"w": ("data", "model"), "v": ("data",), "count": ()}
+    values = {"w": np.arange(32.0).reshape(4, 8), "v": np.arange(4.0), "count": np.array(3.0)}
+    for name, value in changed.items():
+        values[name].flat[-1] = value
+    return {
+        name: jax.device_put(values[name], NamedSharding(mesh, PartitionSpec(*spec)))
+        for name, spec in specs.items()
+    }
+
+
+def test_ledger_compares_across_meshes(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.write(1, 5, 0, state_on(mesh_of(4, 2)))
+    saved = ledger.read(1, 5)
+    for sizes in ((4, 2), (2, 2), (1, 4), (1, 1)):
+        mesh = mesh_of(*sizes)
+        assert differences(saved, state_on(mesh), mesh) == []
+        for name in ("w", "v", "count"):
+            (wrong,) = differences(saved, state_on(mesh, **{name: -1.0}), mesh)
+            assert name in wrong
+
+
+def test_ledger_sees_what_is_missing_or_was_never_written_down(tmp_path: Path) -> None:
+    mesh = mesh_of(4, 2)
+    ledger = Ledger(tmp_path)
+    ledger.write(1, 5, 0, {"w": state_on(mesh)["w"]})
+    assert len(differences(ledger.read(1, 5), state_on(mesh), mesh)) == 2
+    assert len(differences(ledger.read(1, 6), state_on(mesh), mesh)) == 3
+    halved = {"['w']": dict(list(ledger.read(1, 5)["['w']"].items())[:4])}
+    (wrong,) = differences(halved, {"w": state_on(mesh)["w"]}, mesh)
+    assert "no process wrote down" in wrong
+
+
+def test_ledger_sees_one_wrong_copy_of_a_replicated_part(tmp_path: Path) -> None:
+    mesh = mesh_of(4, 2)
+    ledger = Ledger(tmp_path)
+    good = {"v": state_on(mesh)["v"]}
+    ledger.write(1, 5, 0, good)
+    parts = [shard.data for shard in good["v"].addressable_shards]
+    parts[3] = parts[3] + 1
+    bad = jax.make_array_from_single_device_arrays((4,), good["v"].sharding, parts)
+    assert differences(ledger.read(1, 5), {"v": bad}, mesh)
+
+
+def test_long_lines_are_wrapped_beside_the_clock() -> None:
+    output = io.StringIO()
+    PlainScreen(Console(file=output, width=80)).say("passed over: " + "a reason, " * 20, 61.0)
+    first, *others = output.getvalue().splitlines()
+    assert first.startswith("1:01  passed over") and len(others) >= 2
+    assert all(line.startswith(" " * 6) and line.strip() for line in others)
+    assert max(map(len, [first, *others])) <= 80

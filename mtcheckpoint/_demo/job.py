@@ -20,7 +20,7 @@ __all__ = ["NODES", "Job"]
 
 NODES = 4
 _DEVICES_PER_NODE = 2
-_BACKUP_INTERVAL_STEPS = 25
+_BACKUP_INTERVAL_STEPS = 10
 _WIPE_SECONDS = 10.0
 _SHOWN_LINES = 15
 
@@ -34,6 +34,7 @@ class _Progress:
     is_restored: bool = False
     restored_step: int | None = None
     tier: str | None = None
+    passed_over: list[tuple[int | None, str]] = dataclasses.field(default_factory=list)
     differing: list[str] | None = None
     committed: list[int] = dataclasses.field(default_factory=list)
     failure: str | None = None
@@ -50,7 +51,9 @@ class _Progress:
 
 
 class Job:
-    """A training job of `NODES` processes, its nodes' memory, its replicator and its backup.
+    """A training job on up to `NODES` nodes, their memory, their replicator and its backup.
+
+    A process runs on each of the first nodes.
 
     A context manager: leaving it ends every process and removes every folder. To be used on the
     main thread, which the processes die with.
@@ -65,6 +68,8 @@ class Job:
         self._group: ProcessGroup | None = None
         self._run = 0
         self._progress = [_Progress() for _ in range(NODES)]
+        # For each run that has begun: the step that it restored, and its processes.
+        self._begun: list[tuple[int, int]] = []
         self._losses: dict[int, float] = {}
         self.committed_steps: list[list[int]] = []
 
@@ -85,20 +90,23 @@ class Job:
 
     # Acting.
 
-    def start(self) -> None:
-        """Starts all processes; returns at once."""
+    def start(self, processes: int = NODES) -> None:
+        """Starts a process on each of the first nodes; returns at once."""
         self._run += 1
-        self._progress = [_Progress() for _ in range(NODES)]
+        self._progress = [_Progress() for _ in range(processes)]
         orders = {
             "run": self._run,
-            "nodes": [str(path) for path in self.nodes],
+            "nodes": [str(path) for path in self.nodes][:processes],
             "backup": str(self._backup),
             "ledger": str(self._ledger),
             "backup_interval_steps": _BACKUP_INTERVAL_STEPS,
         }
         with self._interrupts.held_back():
             self._group = ProcessGroup(
-                "mtcheckpoint._demo.worker:train", NODES, devices=_DEVICES_PER_NODE, args=[orders]
+                "mtcheckpoint._demo.worker:train",
+                processes,
+                devices=_DEVICES_PER_NODE,
+                args=[orders],
             )
 
     def kill(self, rank: int) -> None:
@@ -110,7 +118,7 @@ class Job:
         """Ends all processes: what is left of a job cannot go on without the one that is gone."""
         if self._group is None:
             return
-        for rank in range(NODES):
+        for rank in range(self.processes):
             self._group.kill(rank)
         self._read_events()
         self.committed_steps.append(self._progress[0].committed)
@@ -145,6 +153,11 @@ class Job:
                 raise self._failed(rank)
 
     @property
+    def processes(self) -> int:
+        """How many processes this run has."""
+        return len(self._progress)
+
+    @property
     def is_restored(self) -> bool:
         """All processes have their state back, or know that there is none."""
         return all(progress.is_restored for progress in self._progress)
@@ -169,6 +182,11 @@ class Job:
         return self._progress[0].tier
 
     @property
+    def passed_over(self) -> list[tuple[int | None, str]]:
+        """Newer steps that did not come back, and why."""
+        return self._progress[0].passed_over
+
+    @property
     def step(self) -> int:
         """The last step that all processes have trained; -1 before the first."""
         return min(-1 if p.step is None else p.step for p in self._progress)
@@ -189,17 +207,23 @@ class Job:
         """The newest step that all processes have committed."""
         steps = [progress.newest_committed for progress in self._progress]
         known = [step for step in steps if step is not None]
-        return min(known) if len(known) == NODES else None
+        return min(known) if len(known) == self.processes else None
 
     @property
     def backup_step(self) -> int | None:
-        """The newest step of which the backup has every node's share."""
+        """The newest step of which the backup has the shares of all nodes that saved it."""
         holders: dict[int, set[int]] = {}
         for path in self._backup.glob("*/*/*.meta"):
             share = parse_share_name(path.name, "meta")
             if share is not None:
                 holders.setdefault(share.step, set()).add(share.node_rank)
-        return max((s for s, ranks in holders.items() if len(ranks) == NODES), default=None)
+        whole = (step for step, ranks in holders.items() if len(ranks) >= self._nodes_of(step))
+        return max(whole, default=None)
+
+    @property
+    def has_backup(self) -> bool:
+        """A step of this run is in the backup."""
+        return (self.backup_step or -1) > (self.restored_step or -1)
 
     @property
     def losses(self) -> list[float]:
@@ -207,16 +231,7 @@ class Job:
         return [self._losses[step] for step in sorted(self._losses)]
 
     def node_views(self) -> list[NodeView]:
-        return [
-            NodeView(
-                rank=rank,
-                state=progress.state,
-                step=progress.step,
-                saved_step=progress.newest_committed,
-                held=self._held(rank),
-            )
-            for rank, progress in enumerate(self._progress)
-        ]
+        return [self._node_view(rank) for rank in range(NODES)]
 
     # Inside.
 
@@ -232,6 +247,23 @@ class Job:
             EmbeddedReplicator(list(self.nodes), str(self._backup))
         )
         stack.callback(self._close_group)
+
+    def _node_view(self, rank: int) -> NodeView:
+        if rank >= self.processes:
+            return NodeView(rank=rank, state="gone", step=None, saved_step=None, held={})
+        progress = self._progress[rank]
+        return NodeView(
+            rank=rank,
+            state=progress.state,
+            step=progress.step,
+            saved_step=progress.newest_committed,
+            held=self._held(rank),
+        )
+
+    def _nodes_of(self, step: int) -> int:
+        """On how many nodes the run was that saved a step: the last that began before it."""
+        sizes = [processes for restored, processes in self._begun if restored < step]
+        return sizes[-1] if sizes else NODES
 
     def _held(self, rank: int) -> Copies:
         held: dict[int, int] = {}
@@ -261,7 +293,10 @@ class Job:
                 progress.is_restored = True
                 progress.restored_step = event["step"]
                 progress.tier = event.fields.get("tier")
+                progress.passed_over = event.fields.get("passed_over", [])
                 self._forget_losses_after(event["step"])
+                if rank == 0:
+                    self._begun.append((event["step"] or -1, self.processes))
             case "compared":
                 progress.differing = event["differing"]
             case "failed":
@@ -272,7 +307,7 @@ class Job:
 
     def _failed(self, rank: int) -> ProcessFailedError:
         assert self._group is not None
-        outputs = [self._group.output(other) for other in range(NODES)]
+        outputs = [self._group.output(other) for other in range(self.processes)]
         descriptor, kept = tempfile.mkstemp(prefix="mtcheckpoint-demo-", suffix=".log")
         with os.fdopen(descriptor, "w") as log:
             for other, output in enumerate(outputs):

@@ -20,7 +20,7 @@ __all__ = ["LiveScreen", "PlainScreen", "Screen", "clock_text", "screen_for", "s
 _REFRESH_SECONDS = 0.15
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARKS = 40
-_STATE_STYLES = {"starting": "yellow", "compiling": "cyan", "training": "green"}
+_STATE_STYLES = {"starting": "yellow", "compiling": "cyan", "training": "green", "gone": "dim red"}
 
 
 class Screen(Protocol):
@@ -65,9 +65,9 @@ class PlainScreen:
         pass
 
     def say(self, text: str, seconds: float, *, style: str = "") -> None:
-        self._console.print(
-            Text.assemble((f"{clock_text(seconds)}  ", "dim"), (text, style)), soft_wrap=True
-        )
+        line = Table.grid(padding=(0, 2, 0, 0))
+        line.add_row(Text(clock_text(seconds), style="dim"), Text(text, style=style))
+        self._console.print(line)
         self._console.file.flush()
 
     def update(self, view: Callable[[], View]) -> None:
@@ -131,7 +131,7 @@ def _nodes_table(view: View) -> Table:
 def _held_text(node: NodeView, replicated_step: int | None) -> Text:
     """Own share first; green where it is of the newest step that all nodes hold."""
     if not node.held:
-        return Text("nothing", style="dim")
+        return Text("-" if node.state == "gone" else "nothing", style="dim")
     parts = []
     for rank, step in sorted(node.held.items(), key=lambda item: item[0] != node.rank):
         owner = "own share" if rank == node.rank else f"copy of {rank}"

@@ -50,7 +50,7 @@ def summary_tables(recoveries: Sequence[Recovery], distances: Sequence[int]) -> 
 
 
 def _recoveries_table(recoveries: Sequence[Recovery]) -> Table:
-    table = Table(**_STYLE, title="Three losses")
+    table = Table(**_STYLE, title="How the job came back")
     table.add_column("what happened", no_wrap=True)
     table.add_column("back from", no_wrap=True)
     for name in ("saved", "back at", "lost", "seconds"):

@@ -8,7 +8,7 @@ from typing import Literal
 
 __all__ = ["Copies", "NodeState", "NodeView", "Recovery", "View"]
 
-NodeState = Literal["starting", "compiling", "training"]
+NodeState = Literal["starting", "compiling", "training", "gone"]
 
 # By node rank: the newest step of that node's share.
 Copies = Mapping[int, int]
@@ -20,7 +20,7 @@ class NodeView:
 
     Attributes:
         rank: its rank.
-        state: what its process is doing.
+        state: what its process is doing; ``"gone"`` when the job runs without the node.
         step: the last step it has trained; None before the first.
         saved_step: the newest step it has committed; None before the first.
         held: whose shares lie in its memory, and of which step.
@@ -54,10 +54,11 @@ class View:
     @property
     def replicated_step(self) -> int | None:
         """The newest step of which every node holds its own share and a peer's."""
-        if any(len(node.held) < 2 for node in self.nodes):
+        nodes = [node for node in self.nodes if node.state != "gone"]
+        if any(len(node.held) < 2 for node in nodes):
             return None
         # A node keeps the step before until all have the next one.
-        return min(step for node in self.nodes for step in node.held.values())
+        return min(step for node in nodes for step in node.held.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +71,7 @@ class Recovery:
         last_committed_step: the newest step that all processes had committed before it.
         restored_step: the step that came back.
         tier: where from.
-        expected_tier: where from it should have come.
+        expected_tiers: where from it should have come: one of these.
         state_matches: every array on every process equals what was saved.
         recovery_seconds: from the kill to the state on all processes, their start included.
     """
@@ -80,13 +81,13 @@ class Recovery:
     last_committed_step: int
     restored_step: int
     tier: str
-    expected_tier: str
+    expected_tiers: tuple[str, ...]
     state_matches: bool
     recovery_seconds: float
 
     @property
     def ok(self) -> bool:
-        return self.state_matches and self.tier == self.expected_tier
+        return self.state_matches and self.tier in self.expected_tiers
 
     @property
     def steps_lost(self) -> int:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mtcheckpoint as mtc
-from mtcheckpoint._demo.ledger import Ledger
+from mtcheckpoint._demo.ledger import Ledger, differences
 from mtcheckpoint._demo.model import Shape, State, abstract_state, init_state, train_step
 from mtcheckpoint._demo.text import Batches, read_text
 from mtcheckpoint.testing import report, this_process
@@ -30,7 +30,7 @@ class Orders:
 
     Attributes:
         run: how often the job was started before.
-        nodes: the RAM disk of each node.
+        nodes: the RAM disk of each process's node.
         backup: the folder that stands for the bucket.
         ledger: the folder of the ledger.
         backup_interval_steps: steps between backups.
@@ -65,7 +65,7 @@ class _Training:
         self._shape = Shape()
         self._mesh = _mesh()
         self._batches = Batches(read_text(), _BATCH_SIZE, self._shape.context)
-        self._ledger = Ledger(Path(orders.ledger), place.rank)
+        self._ledger = Ledger(Path(orders.ledger))
         self._saving: int | None = None
         config = mtc.CheckpointConfig(
             run_name="demo",
@@ -96,10 +96,11 @@ class _Training:
             return None
         jax.block_until_ready(restored.state)
         # Before the comparison, which no training loop has.
-        report("restored", step=restored.step, tier=restored.tier)
-        saved_by = restored.extras[jax.process_index()]["run"]
-        differing = self._ledger.differences(saved_by, restored.step, restored.state)
-        report("compared", differing=differing)
+        passed_over = [[entry.step, entry.reason] for entry in restored.report.passed_over]
+        report("restored", step=restored.step, tier=restored.tier, passed_over=passed_over)
+        # The extras of all processes of the run that saved it, which may have had another number.
+        saved = self._ledger.read(restored.extras[0]["run"], restored.step)
+        report("compared", differing=differences(saved, restored.state, self._mesh))
         return restored.state, restored.step + 1
 
     def _tokens(self, step: int) -> jax.Array:
@@ -113,7 +114,7 @@ class _Training:
     def _save(self, step: int, state: State) -> None:
         self._report_commit()
         if self._manager.should_save(step):
-            self._ledger.write(self._run, step, state)
+            self._ledger.write(self._run, step, jax.process_index(), state)
             if self._manager.save(step, state, extras={"run": self._run}):
                 self._saving = step
 
