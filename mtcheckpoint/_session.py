@@ -19,6 +19,7 @@ from mtcheckpoint import _events, _topology
 from mtcheckpoint._choice import Choice, Save, VolumeSummary, choose
 from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._handshake import client
+from mtcheckpoint._preflight import check_before_first_step
 from mtcheckpoint._restorer import Candidate, PassedOver
 from mtcheckpoint._shares.backups import Backup, BackupRoot
 from mtcheckpoint._shares.inventory import PIN_FOLDER, HeldShare, Volume, pin, take_inventory
@@ -88,13 +89,10 @@ class Session:
         """
         if self._answer is None:
             self._look()
-            lost = self._unsafe_step()
             if self._config.enable_replicator:
                 self._answer = self._coordinator.agree("handshake", self._shake_hands)
             else:
                 self._answer = Answer()
-            if lost is not None and (self._answer.step is None or self._answer.step < lost):
-                self.mark_unsafe(lost)  # the replicator has removed the note
             # What a killed save left behind. With a replicator it is gone already.
             for leftover in (STAGING_FOLDER, PIN_FOLDER):
                 shutil.rmtree(self._volume / leftover, ignore_errors=True)
@@ -191,7 +189,12 @@ class Session:
     def _look(self) -> Choice:
         if self._choice is None:
             begun = time.monotonic()
-            self._coordinator.agree("look at the volume", lambda: client.check_volume(self._volume))
+            if self._inventory is None:
+                check_before_first_step(self._config, self._coordinator)
+            else:
+                self._coordinator.agree(
+                    "look at the volume", lambda: client.check_volume(self._volume)
+                )
             self._inventory = take_inventory(self._volume, self._config.run_name)
             self._choice = Choice.from_json(
                 self._coordinator.decide("restore/inventory", self._summary(), self._chosen)
@@ -245,6 +248,13 @@ class Session:
     # The handshake.
 
     def _shake_hands(self) -> Answer:
+        unsafe = self._unsafe_step()
+        answer = self._ask_the_replicator()
+        if unsafe is not None and (answer.step is None or answer.step < unsafe):
+            self.mark_unsafe(unsafe)  # at once: the replicator has removed the note
+        return answer
+
+    def _ask_the_replicator(self) -> Answer:
         held = {entry.name for entry in self._volume.glob("*.data")}
         begun = time.monotonic()
         try:

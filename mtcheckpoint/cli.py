@@ -18,6 +18,7 @@ _INTERRUPTED = 128 + signal.SIGINT
 # The command NAME is the module mtcheckpoint._commands.NAME.
 COMMANDS = {
     "demo": "see a job lose machines and come back, in under two minutes",
+    "doctor": "look whether RAM disk, replicator and bucket are as a job needs them",
     "ls": "show what lies in volumes and backups",
     "replicator": "play the replicator for nodes on this machine",
     "verify": "read shares in volumes and backups and compare them with their seals",

@@ -100,16 +100,19 @@ def check_volume(volume: Path) -> None:
     hint = "check local_checkpoint_directory and the pod's mount of the RAM disk"
     try:
         mode = volume.stat().st_mode
+        read_only = os.statvfs(volume).f_flag & os.ST_RDONLY
     except OSError as error:
         raise HandshakeError(
             f"the RAM disk {volume} cannot be used: {error.strerror}; {hint}"
         ) from error
     if not stat.S_ISDIR(mode):
         raise HandshakeError(f"the RAM disk {volume} is not a directory; {hint}")
+    if read_only:
+        raise HandshakeError(f"the RAM disk {volume} is mounted read-only: mount it writable")
     if not os.access(volume, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
         raise HandshakeError(
             f"the RAM disk {volume} (mode {stat.S_IMODE(mode):04o}) is not writable for user"
-            f" {os.geteuid()}, or mounted read-only: run the job as the owner of the directory"
+            f" {os.geteuid()}: run the job as the owner of the directory"
         )
 
 

@@ -21,7 +21,7 @@ from mtcheckpoint._handshake import files
 from mtcheckpoint._shares.places import LocalPlace, Place
 from mtcheckpoint.errors import ShareError, TierUnreadableError
 
-__all__ = ["Backup", "BackupRoot"]
+__all__ = ["Backup", "BackupRoot", "open_filesystem"]
 
 # Thousands of small files, each a round trip.
 _PARALLEL_READS = 16
@@ -205,17 +205,10 @@ class BackupRoot:
             raise self._unreadable(path, error) from error
 
     def _open(self) -> tuple[Any, str]:
-        # gcsfs hides what others wrote behind its cache, and waits for ever without a limit.
-        options = (
-            {"use_listings_cache": False, "requests_timeout": self._timeout_secs}
-            if urllib.parse.urlsplit(self.url).scheme in ("gs", "gcs")
-            else {}
-        )
         try:
-            filesystem, path = fsspec.core.url_to_fs(self.url, **options)
+            return open_filesystem(self.url, self._timeout_secs)
         except Exception as error:
             raise self._unreadable(self.url, error) from error
-        return filesystem, str(path).rstrip("/")
 
     def _list(self, path: str) -> list[str] | None:
         try:
@@ -259,6 +252,23 @@ class BackupRoot:
             f"the backup at {self.url} cannot be read ({path}): {type(error).__name__}: {error}",
             place=self.url,
         )
+
+
+def open_filesystem(url: str, timeout_secs: float) -> tuple[Any, str]:
+    """fsspec's file system for a URL or a path, and the path in it.
+
+    Args:
+        url: any URL that fsspec knows, or an absolute path.
+        timeout_secs: limit of a single request.
+    """
+    # gcsfs hides what others wrote behind its cache, and waits for ever without a limit.
+    options = (
+        {"use_listings_cache": False, "requests_timeout": timeout_secs}
+        if urllib.parse.urlsplit(url).scheme in ("gs", "gcs")
+        else {}
+    )
+    filesystem, path = fsspec.core.url_to_fs(url, **options)
+    return filesystem, str(path).rstrip("/")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
