@@ -175,7 +175,7 @@ def test_killed_during_salvage(volume_root: Path, point: str) -> None:
 
     with start_replicator("embedded", volume_root, 1):
         killed_at(point, volume_root, run)
-        if point in ("saving", "written"):
+        if point in ONLY_IN_THE_BUCKET:
             without = elastic_jobs.train(str(volume_root), without_backup)
             assert without["error"] == "RestoreError", "never a fresh start"
             assert f"step {NEWEST}" in without["message"]
@@ -185,7 +185,7 @@ def test_killed_during_salvage(volume_root: Path, point: str) -> None:
             assert (found["step"], found["tier"], found["passed_over"]) == (NEWEST, "local", [])
         else:
             assert (found["step"], found["tier"]) == (BACKED_UP, "backup")
-        if point in ("saving", "written"):
+        if point in ONLY_IN_THE_BUCKET:
             lost = [(step, reason) for step, _, reason in found["passed_over"]]
             assert lost[0][0] == NEWEST
             assert "before it had saved it again" in lost[0][1]
@@ -194,28 +194,40 @@ def test_killed_during_salvage(volume_root: Path, point: str) -> None:
     assert sorted(p.name for p in volume.glob("mtcheckpoint*")) == []
 
 
-def test_killed_when_one_of_two_had_committed(volume_root: Path) -> None:
+@pytest.mark.parametrize(
+    ("point", "rank", "gone"),
+    [
+        ("handed over", 0, None),
+        # The other one has committed.
+        ("written", 1, "1"),
+    ],
+)
+def test_killed_while_two_are_at_different_points(
+    volume_root: Path, point: str, rank: int, gone: str | None
+) -> None:
     saved, backup = volume_root / "saved", volume_root / "elsewhere"
     saved.mkdir()
     run_job(elastic_jobs.save_alone, 2, str(saved), dataclasses.asdict(SAVED))
     with start_replicator("embedded", volume_root, 2) as cluster:
-        for rank, volume in enumerate(cluster.volumes):
-            shutil.copytree(saved / f"node{rank}" / str(NEWEST), volume / str(NEWEST))
-            back_up(saved / f"node{rank}", backup, rank)
+        other = cluster.volumes[1 - rank]
+        for node, volume in enumerate(cluster.volumes):
+            shutil.copytree(saved / f"node{node}" / str(NEWEST), volume / str(NEWEST))
+            back_up(saved / f"node{node}", backup, node)
         run = dataclasses.replace(SAVED, steps=[], flags={"backup_root": str(backup)})
-        arguments = [str(volume_root), dataclasses.asdict(run), "written", 1]
+        arguments = [str(volume_root), dataclasses.asdict(run), point, rank]
         with ProcessGroup(train_until, 2, devices=4, args=arguments) as group:
-            group.wait_for("there", rank=1, timeout_secs=90)
-            eventually(lambda: list(cluster.volumes[0].glob("*.meta")), "rank 0's commit")
-            for rank in range(2):
-                group.kill(rank)
+            group.wait_for("there", rank=rank, timeout_secs=90)
+            if point == "written":
+                eventually(lambda: list(other.glob("*.meta")), "the other's commit")
+            for process in range(2):
+                group.kill(process)
         job = Job(cluster, volume_root)
         found = job.run(run)
         assert same(found, "step", "tier") == [BACKED_UP, "backup"]
-        reasons = [(step, reason) for step, _, reason in same(found, "passed_over")]
-        assert {step for step, _ in reasons} == {NEWEST}
-        assert any("before it had saved it again" in reason for _, reason in reasons)
-        assert any("the shares of its ranks 1 are gone" in reason for _, reason in reasons)
+        reasons = "".join(reason for _, _, reason in same(found, "passed_over"))
+        assert {step for step, _, _ in same(found, "passed_over")} <= {NEWEST}
+        assert "before it had saved it again" in reasons
+        assert (f"the shares of its ranks {gone} are gone" in reasons) == (gone is not None)
         assert same(job.run(run), "step", "tier", "passed_over") == [BACKED_UP, "local", []]
 
 
