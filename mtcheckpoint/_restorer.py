@@ -23,7 +23,7 @@ from mtcheckpoint._shares.identity import decode_extras
 from mtcheckpoint._shares.peers import ShareServer
 from mtcheckpoint._shares.places import LocalPlace, PeerPlace, Place, Tier, farthest
 from mtcheckpoint._shares.seal import Verify
-from mtcheckpoint._sources import Sources
+from mtcheckpoint._sources import SaveSummary, Sources
 from mtcheckpoint._target import Cast
 from mtcheckpoint.errors import (
     MtCheckpointError,
@@ -214,6 +214,7 @@ class _Attempt:
         self._seconds = seconds
         self._faults: Mapping[int, str] = {}
         self._notes: list[str] = []
+        self._save: SaveSummary | None = None
         self._sources = self._sources_of({})
 
     def run(self, passed_over: tuple[PassedOver, ...]) -> RestoredState | None:
@@ -274,18 +275,22 @@ class _Attempt:
             context=self._r.context,
             verify=self._r.verify,
             timeout_secs=self._r.timeout_secs,
+            step=self._candidate.step,
+            save=self._save,
         )
 
     def _is_one_save(self) -> bool:
         """True when the shares that could be opened are of one save."""
+        step = self._candidate.step
+        # A share of an earlier step with the same content names that step: not a fault.
         ids = {
             share.identity.save_id
             for share in self._sources.opened
-            # A share of an earlier step with the same content names that step: not a fault.
-            if share.identity is not None and share.identity.step == self._candidate.step
+            if share.identity is not None and share.identity.step == step
         }
         told = self._coordinator.gather("restore/save", sorted(ids))
         if len({save_id for found in told for save_id in found}) <= 1:
+            self._keep_only_its_shares(all(told))
             return True
         self._faults = {
             process: f"its share is of the save {', '.join(found)}"
@@ -293,6 +298,19 @@ class _Attempt:
             if found
         }
         return False
+
+    def _keep_only_its_shares(self, all_know: bool) -> None:
+        """From here on no share of another save is accepted."""
+        own = self._sources.summary(self._candidate.step)
+        if not all_know:
+            # A share that is gone, or is of an earlier step: others tell what it should be.
+            told = self._coordinator.decide(
+                "restore/summary", dataclasses.asdict(own) if own else None, _first_known
+            )
+            own = own or (SaveSummary.from_json(told) if told is not None else None)
+        if own is not None:
+            self._save = own
+            self._sources.keep_only(own)
 
     def _plan_near(self) -> ReadPlan | None:
         # In memory the own volume may hold nothing of it: then peers do, or nobody.
@@ -491,6 +509,10 @@ class _Attempt:
         begun = time.monotonic()
         yield
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.monotonic() - begun
+
+
+def _first_known(told: Sequence[Any]) -> Any:
+    return next((value for value in told if value is not None), None)
 
 
 def _same(plan: ReadPlan | None) -> ReadPlan | None:

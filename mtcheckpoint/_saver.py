@@ -37,7 +37,15 @@ from mtcheckpoint._shares.identity import (
     new_save_id,
 )
 from mtcheckpoint._shares.places import LocalPlace
-from mtcheckpoint._shares.seal import SEAL_FILE, seal_share, seal_to_json
+from mtcheckpoint._shares.seal import (
+    SEAL_FILE,
+    Pieces,
+    Summary,
+    digests_of_pieces,
+    seal_share,
+    seal_to_json,
+    summary_of,
+)
 from mtcheckpoint._shares.shardings import SHARDINGS_FILE, shardings_to_json
 from mtcheckpoint._shares.volume import STAGING_FOLDER, CommittedSteps, size_bytes
 from mtcheckpoint._snapshot import Snapshot
@@ -71,6 +79,16 @@ class SaveRequest:
     custom_metadata: Mapping[str, Any] | None
     # Of a state that was restored and is saved anew: the extras that came with it.
     all_extras: Sequence[Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Save:
+    """What all processes know of a save when they begin it; extras and ranks in rank order."""
+
+    save_id: str
+    extras: Sequence[Any]
+    pieces: Pieces
+    ranks: Sequence[Summary]
 
 
 class Saver:
@@ -234,9 +252,11 @@ class Saver:
             _events.happened("save/committed", step=request.step, bytes=size, seconds=seconds)
 
     def _write_and_commit(self, request: SaveRequest) -> int:
+        self._enter("the snapshot")
+        pieces = digests_of_pieces(request.snapshot.tree)
         self._enter("the other processes to begin it")
-        save_id, extras = self._agree_on(request)
-        share = self._together("write", lambda: self._write(request, save_id, extras))
+        save = self._agree_on(request, pieces)
+        share = self._together("write", lambda: self._write(request, save))
         size = size_bytes(share)
         self._together("commit", lambda: self._commit(share, request.step, size))
         self._steps.tidy()
@@ -257,14 +277,20 @@ class Saver:
     def _enter(self, phase: str) -> None:
         self._phase = (phase, time.monotonic())
 
-    def _agree_on(self, request: SaveRequest) -> tuple[str, list[Any]]:
-        """The save's id and everybody's extras; all processes must be saving the same step."""
+    def _agree_on(self, request: SaveRequest, pieces: Pieces) -> _Save:
+        """What all must know of the save; all processes must be saving the same step."""
         told = self._coordinator.gather(
             "save/begin",
-            [request.step, new_save_id(), request.extras],
+            [
+                request.step,
+                new_save_id(),
+                request.extras,
+                self._identity.node_rank,
+                summary_of(pieces),
+            ],
             timeout_secs=self._timeout_secs,
         )
-        steps = [step for step, _, _ in told]
+        steps = [step for step, *_ in told]
         if len(set(steps)) > 1:
             raise SaveError(
                 f"the processes save different steps: {dict(enumerate(steps))}. Call save with the"
@@ -272,15 +298,18 @@ class Saver:
                 step=request.step,
                 processes=[p for p, step in enumerate(steps) if step != steps[0]],
             )
-        if request.all_extras is not None:
-            return told[0][1], list(request.all_extras)
-        return told[0][1], [extras for _, _, extras in told]
+        return _Save(
+            save_id=told[0][1],
+            extras=request.all_extras or [extras for _, _, extras, *_ in told],
+            pieces=pieces,
+            ranks=[(which, what) for _, (which, what) in sorted(entry[-2:] for entry in told)],
+        )
 
-    def _write(self, request: SaveRequest, save_id: str, extras: list[Any]) -> Path:
+    def _write(self, request: SaveRequest, save: _Save) -> Path:
         self._await_taken()
         self._steps.prepare(request.step, request.snapshot.size_bytes)
         try:
-            return self._write_share(request, save_id, extras)
+            return self._write_share(request, save)
         except Exception as error:
             if not _is_full(error):
                 raise
@@ -310,7 +339,7 @@ class Saver:
             hint="Is the replicator running? Its log says what it does",
         )
 
-    def _write_share(self, request: SaveRequest, save_id: str, extras: list[Any]) -> Path:
+    def _write_share(self, request: SaveRequest, save: _Save) -> Path:
         if self._writer is None:
             self._writer = self._open_writer(self._staging)
         self._staging.mkdir(exist_ok=True)
@@ -318,24 +347,26 @@ class Saver:
         identity = dataclasses.replace(
             self._identity,
             step=request.step,
-            save_id=save_id,
+            save_id=save.save_id,
             kinds=request.snapshot.kinds,
         )
         _write_text(share / IDENTITY_FILE, identity_to_json(identity))
-        _write_text(share / EXTRAS_FILE, json.dumps(extras))
+        _write_text(share / EXTRAS_FILE, json.dumps(list(save.extras)))
         _write_text(share / SHARDINGS_FILE, shardings_to_json(request.snapshot.tree))
-        self._seal(share, request, save_id)
+        self._seal(share, request, save)
         return share
 
-    def _seal(self, share: Path, request: SaveRequest, save_id: str) -> None:
+    def _seal(self, share: Path, request: SaveRequest, save: _Save) -> None:
         """Seals what the snapshot holds; looks into the share, so that it can be read is known."""
         stored = read_contents(LocalPlace(share), self._context, verify="off")
         seal = seal_share(
             share,
             request.snapshot.tree,
             step=request.step,
-            save_id=save_id,
+            save_id=save.save_id,
             leaves=stored_leaves(stored),
+            pieces=save.pieces,
+            ranks=save.ranks,
         )
         _write_text(share / SEAL_FILE, seal_to_json(seal))
 

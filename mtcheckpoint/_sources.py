@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,13 +14,57 @@ from mtcheckpoint._reader import ReadPlan, plan_reads
 from mtcheckpoint._shares.contents import ShareContents, read_contents
 from mtcheckpoint._shares.layout import Layout, ranks_to_open
 from mtcheckpoint._shares.places import Place
-from mtcheckpoint._shares.seal import Verify
+from mtcheckpoint._shares.seal import Summary, Verify
 from mtcheckpoint._target import Target, resolve_target
 from mtcheckpoint.errors import ShareError, TierUnreadableError
 
-__all__ = ["Sources"]
+__all__ = ["SaveSummary", "Sources"]
 
 _LOG = logging.getLogger("mtcheckpoint.restore")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SaveSummary:
+    """What one share of a save tells of all.
+
+    Attributes:
+        step: of the save.
+        save_id: of the save.
+        ranks: what each rank holds, in short; () when the share does not say.
+    """
+
+    step: int
+    save_id: str
+    ranks: tuple[Summary, ...] = ()
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> SaveSummary:
+        ranks = tuple((str(which), str(what)) for which, what in value["ranks"])
+        return cls(step=value["step"], save_id=value["save_id"], ranks=ranks)
+
+    def fault_of(self, share: ShareContents, rank: int) -> str | None:
+        """Why a share cannot be the one of `rank`; None when it can.
+
+        A share whose content has not changed since an earlier step names that step. It is right
+        when it was then what it is said to be now: otherwise two steps would be mixed.
+        """
+        identity = share.identity
+        if identity is None:
+            return None
+        if identity.step == self.step:
+            other = identity.save_id != self.save_id
+            return f"is of another save of step {self.step}, {identity.save_id}" if other else None
+        if share.seal is None or not share.seal.ranks or not self.ranks:
+            return None
+        if rank < len(self.ranks) and _summary(share) == self.ranks[rank]:
+            return None
+        return f"is of step {identity.step}, and not what rank {rank} held at step {self.step}"
+
+
+def _summary(share: ShareContents) -> Summary | None:
+    assert share.identity is not None and share.seal is not None
+    rank, ranks = share.identity.node_rank, share.seal.ranks
+    return ranks[rank] if rank < len(ranks) else None
 
 
 class Sources:
@@ -38,6 +83,8 @@ class Sources:
         context: ts.Context,
         verify: Verify = "full",
         timeout_secs: float = 120.0,
+        step: int | None = None,
+        save: SaveSummary | None = None,
     ) -> None:
         """
         Args:
@@ -47,7 +94,12 @@ class Sources:
             context: TensorStore's pools and limits.
             verify: how much is compared with the seals.
             timeout_secs: limit for opening one share.
+            step: of the save.
+            save: what is known of the save, from another process; None: the first share that names
+                the step tells it when reads are planned.
         """
+        self._step = step
+        self._save = save
         self._verify = verify
         self._timeout_secs = timeout_secs
         self._places = {rank: list(copies) for rank, copies in places.items()}
@@ -66,6 +118,36 @@ class Sources:
     def opened(self) -> tuple[ShareContents, ...]:
         """The shares that were opened, the preferred ones first."""
         return tuple(self._opened.values())
+
+    def summary(self, step: int) -> SaveSummary | None:
+        """What an opened share that names `step` tells of the whole save."""
+        for share in self._opened.values():
+            if share.identity is not None and share.identity.step == step:
+                return SaveSummary(
+                    step=step,
+                    save_id=share.identity.save_id,
+                    ranks=share.seal.ranks if share.seal is not None else (),
+                )
+        return None
+
+    def keep_only(self, save: SaveSummary) -> None:
+        """Leaves out the opened shares that are not of this save, and those opened later."""
+        self._save = save
+        for rank, share in list(self._opened.items()):
+            fault = save.fault_of(share, rank)
+            if fault is not None:
+                self._leave_out(rank, f"{share.place.name} {fault}")
+
+    def _learn(self) -> None:
+        if self._save is None and self._step is not None:
+            found = self.summary(self._step)
+            if found is not None:
+                self.keep_only(found)
+
+    def _leave_out(self, rank: int, fault: str) -> None:
+        _LOG.warning("left out: %s", fault)
+        self._faults.append(fault)
+        self._places[rank].remove(self._opened.pop(rank).place)
 
     def open_any(self) -> ShareContents:
         """One share of the save, whichever is nearest.
@@ -102,6 +184,7 @@ class Sources:
         target = resolve_target(request, first, mesh, **options)
         layout = Layout(first.process_devices, ranks=sorted(self._places))
         while True:
+            self._learn()
             plan = plan_reads(target, self.opened)
             if not plan.missing or not self._open_for(plan, target, layout):
                 return plan
@@ -145,9 +228,11 @@ class Sources:
         while self._places[rank]:
             place = self._places[rank][0]
             try:
-                self._opened[rank] = read_contents(
+                share = read_contents(
                     place, self._context, verify=self._verify, timeout_secs=self._timeout_secs
                 )
+                self._check(share, rank)
+                self._opened[rank] = share
             except ShareError as error:
                 fault = str(error)
             except TierUnreadableError as error:
@@ -160,3 +245,8 @@ class Sources:
             self._faults.append(fault)
             del self._places[rank][0]
         return None
+
+    def _check(self, share: ShareContents, rank: int) -> None:
+        fault = self._save.fault_of(share, rank) if self._save is not None else None
+        if fault is not None:
+            raise ShareError(f"{share.place.name} {fault}", place=share.place.name)

@@ -24,6 +24,7 @@ from mtcheckpoint._jax import MemoryStore
 from mtcheckpoint._restorer import Candidate, Request, Restorer
 from mtcheckpoint._shares.peers import ShareServer
 from mtcheckpoint._shares.places import LocalPlace, PeerPlace, Place
+from mtcheckpoint._shares.shardings import SHARDINGS_FILE
 from mtcheckpoint.errors import MtCheckpointError
 from mtcheckpoint.testing import (
     abstract_state,
@@ -209,7 +210,7 @@ def extras_of_rank(rank: int, step: int) -> Mapping[str, Any]:
 # nobody ever reads again. The rest (commit_success.txt and the like) is of no use to a restore.
 ALWAYS_NOTICED = {
     *("mtcheckpoint/identity.json", "mtcheckpoint/seal.json", "mtcheckpoint/extras.json"),
-    *("state/_METADATA", "state/_sharding", "state/_strings.json", "state/manifest.ocdbt"),
+    *("state/_METADATA", SHARDINGS_FILE, "state/_strings.json", "state/manifest.ocdbt"),
     "process_metadata/global_process_metadata.json",
 }
 
@@ -224,7 +225,7 @@ def test_no_harm_to_a_file_brings_back_a_wrong_state(saved: Path, tier: str, har
     assert not wrong, "\n".join(f"{name}: {fault}" for name, fault in wrong.items())
     unnoticed = {name for name, (_, step) in rows.items() if step == NEW}
     # The ranks have some files in common.
-    same = {"extras.json", "global_process_metadata.json", "_METADATA", "_sharding"}
+    same = {"extras.json", "global_process_metadata.json", "_METADATA", "shardings.json"}
     same |= {"_strings.json"} if "rank" in harm else set()
     excused = {n for n in unnoticed if "swapped" in harm and n.rpartition("/")[2] in same}
     assert not (unnoticed & ALWAYS_NOTICED) - excused
@@ -262,9 +263,12 @@ def test_a_share_in_the_place_of_another_is_no_help(saved: Path, tier: str) -> N
     victim = share(saved, VICTIM, NEW)
     aside = victim.rename(victim.with_name("aside"))
     try:
-        shutil.copytree(share(saved, 0, NEW), victim)
-        with candidates(saved, tier) as found:
-            assert outcome(found()) == ("", OLD)
+        # The last two say that they are of an older step, as those do whose content is the same.
+        for rank, step in ((0, NEW), (VICTIM, OLD), (0, OLD)):
+            shutil.copytree(share(saved, rank, step), victim)
+            with candidates(saved, tier) as found:
+                assert outcome(found()) == ("", OLD), (rank, step)
+            shutil.rmtree(victim)
     finally:
-        shutil.rmtree(victim)
+        shutil.rmtree(victim, ignore_errors=True)
         aside.rename(victim)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,12 +25,16 @@ from mtcheckpoint.errors import ShareError
 
 __all__ = [
     "SEAL_FILE",
+    "Pieces",
     "Seal",
+    "Summary",
     "Verify",
     "digest_of",
+    "digests_of_pieces",
     "seal_from_json",
     "seal_share",
     "seal_to_json",
+    "summary_of",
 ]
 
 # How much of a share is compared with its seal.
@@ -47,6 +51,15 @@ _LIMIT_BYTES = 1 << 28
 _DATA_FOLDERS = ("d", "ocdbt.process_")
 
 
+# A checksum of which parts a rank holds, and one of what these are. Twins, which hold the same part
+# of a model, have the first in common, and should have the second.
+Summary = tuple[str, str]
+_SUMMARY_DIGITS = 16  # there is one for each rank in every seal
+
+# Checksums of what a process holds, by leaf name and box.
+Pieces = Mapping[str, Mapping[Box, str]]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Seal:
     """What a share should hold.
@@ -58,6 +71,7 @@ class Seal:
         leaves: shape, element type and chunk shape of each array, by leaf name.
         chunks: bytes and checksum of each chunk, by leaf name.
         files: bytes of every file, and the checksum of those that are not data; by path.
+        ranks: what each rank of the save held, in short (see `summary_of`); () when not known.
     """
 
     step: int
@@ -65,6 +79,7 @@ class Seal:
     leaves: Mapping[str, tuple[tuple[int, ...], str, tuple[int, ...]]]
     chunks: Mapping[str, Mapping[Chunk, tuple[int, str]]]
     files: Mapping[str, tuple[int, str | None]]
+    ranks: tuple[Summary, ...] = ()
 
     def fault_of_chunk(self, name: str, chunk: Chunk, data: np.ndarray[Any, Any]) -> str | None:
         """Why `data` is not what was sealed; None when it is."""
@@ -107,6 +122,8 @@ def seal_share(
     step: int,
     save_id: str,
     leaves: Mapping[str, tuple[tuple[int, ...], str, tuple[int, ...]]],
+    pieces: Pieces | None = None,
+    ranks: Sequence[Summary] = (),
 ) -> Seal:
     """Seals a share that was just written.
 
@@ -116,12 +133,16 @@ def seal_share(
         step: the step.
         save_id: of the save.
         leaves: shape, element type and chunk shape of each array, as stored.
+        pieces: checksums of the tree's parts that are known already, so that they are not taken
+            again.
+        ranks: of all ranks of the save.
 
     Raises:
         ShareError: the share lacks an array of the tree.
     """
     named, _ = flatten_named(tree)
     arrays = {name: leaf for name, leaf in named.items() if not isinstance(leaf, str)}
+    known = pieces or {}
     absent = sorted(arrays.keys() - leaves.keys())
     if absent:
         raise ShareError(f"{share}: not written: {', '.join(absent[:5])}", place=str(share))
@@ -129,13 +150,37 @@ def seal_share(
         step=step,
         save_id=save_id,
         leaves=leaves,
-        chunks={name: dict(_sealed_chunks(leaf, leaves[name][2])) for name, leaf in arrays.items()},
+        chunks={
+            name: dict(_sealed_chunks(leaf, leaves[name][2], known.get(name, {})))
+            for name, leaf in arrays.items()
+        },
         files={name: _sealed_file(share / name) for name in sorted(_files(share))},
+        ranks=tuple(ranks),
     )
 
 
+def digests_of_pieces(tree: Any) -> Pieces:
+    """Checksums of the parts of all arrays of a tree that this process holds."""
+    named, _ = flatten_named(tree)
+    return {
+        name: {box: digest_of(data) for box, data in _pieces(leaf).items()}
+        for name, leaf in named.items()
+        if not isinstance(leaf, str)
+    }
+
+
+def summary_of(pieces: Pieces) -> Summary:
+    """Which parts these are, and what they are, in one short checksum each."""
+    parts = sorted(
+        (name, box, digest) for name, held in pieces.items() for box, digest in held.items()
+    )
+    which = json.dumps([(name, box) for name, box, _ in parts])
+    what = json.dumps(parts)
+    return digest_of(which.encode())[:_SUMMARY_DIGITS], digest_of(what.encode())[:_SUMMARY_DIGITS]
+
+
 def _sealed_chunks(
-    leaf: Any, chunk_shape: tuple[int, ...]
+    leaf: Any, chunk_shape: tuple[int, ...], known: Mapping[Box, str]
 ) -> Iterator[tuple[Chunk, tuple[int, str]]]:
     for box, data in _pieces(leaf).items():
         for chunk in chunks_touching(box, chunk_shape):
@@ -145,7 +190,8 @@ def _sealed_chunks(
                     for index, size, (start, _) in zip(chunk, chunk_shape, box, strict=True)
                 )
             ]
-            yield chunk, (part.nbytes, digest_of(part))
+            whole = part.shape == data.shape and box in known
+            yield chunk, (part.nbytes, known[box] if whole else digest_of(part))
 
 
 def _pieces(leaf: Any) -> dict[Box, np.ndarray[Any, Any]]:
@@ -193,6 +239,7 @@ def seal_to_json(seal: Seal) -> str:
             for name, chunks in seal.chunks.items()
         },
         "files": seal.files,
+        "ranks": seal.ranks,
     }
     text = json.dumps(content, separators=(",", ":"))
     return json.dumps({"seal": text, "checksum": digest_of(text.encode())})
@@ -239,4 +286,5 @@ def _read(content: Mapping[str, Any]) -> Seal:
             str(name): (int(size), None if checksum is None else str(checksum))
             for name, (size, checksum) in content["files"].items()
         },
+        ranks=tuple((str(which), str(what)) for which, what in content.get("ranks", ())),
     )

@@ -1,0 +1,7 @@
+"""`python -m tests.crash`."""
+
+import sys
+
+from tests.crash.driver import main
+
+sys.exit(main())

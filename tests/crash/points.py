@@ -1,0 +1,71 @@
+"""Places in the code at which a process can be made to end, as by a loss of power.
+
+A spec is ``[point, before or after, which pass]``. The wrappers are put around the library's own
+functions in the process that is to die; nothing of this is in the library.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+# By name: module, class ("" for a function of the module), function.
+TRAINING = {
+    "write": ("mtcheckpoint._orbax", "ShareWriter", "write"),
+    "seal": ("mtcheckpoint._saver", "Saver", "_seal"),
+    "commit": ("mtcheckpoint._shares.volume", "CommittedSteps", "commit"),
+    "finished": ("mtcheckpoint._saver", "Saver", "_finished"),
+}
+STARTING = {
+    "pin": ("mtcheckpoint._session", "", "pin"),
+    "handshake": ("mtcheckpoint._handshake.client", "", "run_handshake"),
+    "read": ("mtcheckpoint._restorer", "", "read_state"),
+    "unsafe": ("mtcheckpoint._session", "Session", "mark_unsafe"),
+    "safe": ("mtcheckpoint._session", "Session", "mark_safe"),
+}
+REPLICATOR = {
+    "take": ("mtcheckpoint._replicator.volume", "Volume", "take"),
+    "meta": ("mtcheckpoint._replicator.volume", "Volume", "write_meta"),
+    "receive": ("mtcheckpoint._replicator.volume", "Volume", "receive"),
+    "publish": ("mtcheckpoint._replicator.volume", "Volume", "_publish"),
+    "link": ("mtcheckpoint._replicator.volume", "Volume", "link_restore"),
+    "clean": ("mtcheckpoint._replicator.volume", "Volume", "clean_for_run"),
+    "garbage": ("mtcheckpoint._replicator.volume", "Volume", "collect_garbage"),
+    "copy": ("mtcheckpoint._replicator.volume", "", "copy_tree"),
+    "upload data": ("mtcheckpoint._replicator.backup", "BackupStore", "upload_data"),
+    "upload meta": ("mtcheckpoint._replicator.backup", "BackupStore", "upload_meta"),
+    "move": ("mtcheckpoint._replicator.backup", "BackupStore", "_move_into_place"),
+}
+ALL = {**TRAINING, **STARTING, **REPLICATOR}
+
+
+def arm(spec: Sequence[Any] | None) -> None:
+    """Ends this process by SIGKILL at a point: before or after the function's nth pass."""
+    if spec is None:
+        return
+    point, when, number = spec
+    module_name, class_name, name = ALL[point]
+    module = importlib.import_module(module_name)
+    owner = getattr(module, class_name) if class_name else module
+    original = getattr(owner, name)
+    passes = iter(range(1, 1_000_000))
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **keywords: Any) -> Any:
+        now = next(passes) == number
+        if now and when == "before":
+            die()
+        result = original(*args, **keywords)
+        if now:
+            die()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
