@@ -114,7 +114,9 @@ def train_step(shape: Shape, mesh: Mesh) -> Step:
     mapped = jax.shard_map(
         step, mesh=mesh, in_specs=(layout, P("data", None)), out_specs=(layout, P())
     )
-    compiled: Step = jax.jit(mapped, donate_argnums=0)
+    # It runs for a few dozen steps, and is compiled again after each loss.
+    quickly = {"xla_backend_optimization_level": 0}
+    compiled: Step = jax.jit(mapped, donate_argnums=0, compiler_options=quickly)
     return compiled
 
 

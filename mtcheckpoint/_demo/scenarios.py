@@ -145,9 +145,10 @@ def play(scenario: Scenario, stage: Stage) -> Recovery:
     seconds = time.monotonic() - begun
     stage.wait_until(lambda: job.is_compared, "the comparison", _RECOVERY_LIMIT_SECONDS)
     recovery = _recovery(scenario, job, reached, committed, seconds)
-    stage.say(_told(recovery), style="green" if recovery.ok else "bold red")
     for step, reason in job.passed_over:
-        stage.say(f"passed over step {step}: {reason}", style="yellow")
+        # At the end it says which shares are gone; before that, what each process misses for it.
+        stage.say(f"passed over step {step}: {reason.rsplit('; ', 1)[-1]}", style="yellow")
+    stage.say(_told(recovery), style="green" if recovery.ok else "bold red")
     return recovery
 
 
@@ -183,7 +184,8 @@ def _recovery(
 def _told(recovery: Recovery) -> str:
     arrays = "arrays equal" if recovery.state_matches else "ARRAYS DIFFER"
     place = _PLACES.get(recovery.tier, "nowhere")
+    lost = f"{recovery.steps_lost} step{'' if recovery.steps_lost == 1 else 's'} lost"
     return (
         f"back at step {recovery.restored_step} from {place} in"
-        f" {recovery.recovery_seconds:.1f} s, {recovery.steps_lost} steps lost, {arrays}"
+        f" {recovery.recovery_seconds:.1f} s, {lost}, {arrays}"
     )
