@@ -205,6 +205,40 @@ def test_lone_restart_is_named_on_all_nodes_until_they_restart_together(
     job.save(6)
 
 
+def test_a_job_that_died_in_its_handshake_comes_back(start_cluster: StartCluster) -> None:
+    """Only rank 0 had written its YAML. At the restart rank 1 comes first and joins that run."""
+    cluster = start_cluster(2)
+    job = Job(cluster.volumes, peers=SWAP)
+    job.handshake()
+    job.save(5)
+    job.write_yaml(0)
+    eventually(lambda: not (job.volumes[0] / "replicator.yaml").exists(), "the first YAML")
+
+    job.write_yaml(1)
+    eventually(lambda: job.markers(1), "an answer from the run that waited")
+    job.write_yaml(0)
+    job.wait_for_answers()
+
+    assert [job.restored_step(rank) for rank in (0, 1)] == [5, 5]
+    job.save(6)
+
+
+def test_a_job_that_died_in_its_first_handshake_comes_back(start_cluster: StartCluster) -> None:
+    cluster = start_cluster(3)
+    job = Job(cluster.volumes)
+    job.write_yaml(0)
+    job.write_yaml(1)
+    for volume in job.volumes[:2]:
+        eventually(lambda v=volume: not (v / "replicator.yaml").exists(), "the YAML")
+
+    job.write_yaml(2)
+    job.write_yaml(0)
+    job.write_yaml(1)
+    job.wait_for_answers()
+
+    job.save(1)
+
+
 def test_steps_that_nobody_takes_are_reported(start_cluster: StartCluster) -> None:
     cluster = start_cluster(1)
     job = Job(cluster.volumes)

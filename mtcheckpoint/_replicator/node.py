@@ -72,6 +72,7 @@ class Node:
         self._member: Member | None = None
         self._run: Run | None = None
         self._loop: StepLoop | None = None
+        self._restored: int | None = None
         self._handled: FileStamp | None = None
         # Why the last run ended without this node's doing; None when there is nothing to say.
         self._abandoned: str | None = None
@@ -107,12 +108,9 @@ class Node:
     def _serve_one_run(self) -> None:
         try:
             settings = self._next_settings()
-            session = self._join(settings)
-            self._loop = None
-            restored = restore(session)
-            session.run.replicated_step = restored
-            self._loop = StepLoop(session, restored)
-            self._loop.run()
+            self._make_ready()
+            while self._takes_part_in_vain(settings):
+                pass
         except RunEndedError as reason:
             self._leave(str(reason))
         except (RunFailedError, ReplicatorConfigError) as error:
@@ -122,6 +120,30 @@ class Node:
         except Exception as error:
             # A fault of one run must not become a loop of crashes: training decides what next.
             self._fail(f"unexpected {type(error).__name__}: {error}")
+
+    def _takes_part_in_vain(self, settings: RunSettings) -> bool:
+        """Takes part in one run; True when another node began anew before any step was taken.
+
+        A job that died when only some of its nodes had written their YAML leaves a run that waits
+        for the rest. When it comes back, the others may join that run before those nodes end it.
+        Their training waits, or has its answer, and will not write its YAML again: so they join
+        the new run with the old YAML. As nothing was saved, it chooses the same step.
+        """
+        self._loop = None
+        try:
+            session = self._join(settings)
+            session.run.replicated_step = self._restored = restore(session)
+            self._loop = StepLoop(session, self._restored)
+            self._loop.run()
+        except RunEndedError as reason:
+            if self._volume.yaml_stamp() is not None or self._has_steps():
+                raise
+            self._voice.info(f"joins again: {reason}")
+        return True
+
+    def _has_steps(self) -> bool:
+        taken = self._loop.newest_taken_step if self._loop is not None else self._restored
+        return taken != self._restored or bool(self._volume.untaken_steps())
 
     # Between two runs.
 
@@ -182,16 +204,19 @@ class Node:
 
     # The beginning of a run.
 
-    def _join(self, settings: RunSettings) -> Session:
+    def _make_ready(self) -> None:
         self._enter_state(NodeState.JOINING)
-        member = Member(volume=self._volume, settings=settings)
-        who = f"job={settings.job_name} node={member.rank}/{settings.nodes} {self._volume}"
-        self._voice = Voice(volume=self._volume, who=who)
         if (last := self._run) is not None:
             # Its copies into this volume have to end before the clean-up.
             self._wait(lambda: last.is_quiet() or None, "the end of the last run's copies")
         self._volume.clean_for_run()
         self._volume.remove_yaml()
+
+    def _join(self, settings: RunSettings) -> Session:
+        self._enter_state(NodeState.JOINING)
+        member = Member(volume=self._volume, settings=settings)
+        who = f"job={settings.job_name} node={member.rank}/{settings.nodes} {self._volume}"
+        self._voice = Voice(volume=self._volume, who=who)
         self._member, self._run = member, None
         run = self._run = self._lobby.enter(member)
         session = Session(

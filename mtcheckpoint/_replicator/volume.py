@@ -174,7 +174,9 @@ class Volume:
 
     def link_restore(self, share: files.ShareName, digest: str) -> None:
         """The answer "restore this": a relative link, which may dangle."""
-        os.symlink(files.data_name(digest), self.path / share.restore)
+        link = self.path / share.restore
+        link.unlink(missing_ok=True)  # of a run that began anew
+        os.symlink(files.data_name(digest), link)
 
     def write_nothing_to_restore(self, job: str, node_rank: int) -> None:
         name = files.ShareName(job=job, step=0, node_rank=node_rank).restore
