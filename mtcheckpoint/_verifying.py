@@ -18,11 +18,12 @@ from mtcheckpoint._shares.contents import (
     ShareContents,
     is_unreadable,
     read_contents,
+    read_seal,
     state_kvstore,
 )
 from mtcheckpoint._shares.identity import EXTRAS_FILE, IDENTITY_FILE, STATE_ITEM
 from mtcheckpoint._shares.places import Place
-from mtcheckpoint._shares.seal import SEAL_FILE, Seal, seal_from_json
+from mtcheckpoint._shares.seal import SEAL_FILE, Seal
 from mtcheckpoint.errors import ShareError, TierUnreadableError
 
 __all__ = ["State", "Verdict", "verify_places"]
@@ -164,11 +165,10 @@ class _Check:
 
     def _compare(self, place: Place) -> bool:
         """Whether there was a seal to compare with."""
-        text = place.read(SEAL_FILE)
-        if text is None:
+        seal = read_seal(place)
+        if seal is None:
             self._check_unsealed(place)
             return False
-        seal = seal_from_json(text, place.name)
         self._labels["step"] = seal.step
         self._compare_files(place, seal)
         context = tensorstore_context()

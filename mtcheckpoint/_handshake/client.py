@@ -37,6 +37,9 @@ _log = logging.getLogger("mtcheckpoint.handshake")
 # Messages quote this much of the replicator's text, from its end.
 _QUOTED_CHARACTERS = 2000
 
+# replicator.prerestore has a line or two.
+_PRERESTORE_BYTES = 64 << 10
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HandshakeResult:
@@ -338,10 +341,11 @@ def _write_renamed(path: Path, text: str) -> None:
 def _restore_backup(path: Path) -> str | None:
     """The backup named in replicator.prerestore; the file is only informative."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = yaml.safe_load(file.read(_PRERESTORE_BYTES).decode())
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         _log.warning("%s cannot be read, and is not needed: %s", path, error)
         return None
     backup = content.get("restore-backup") if isinstance(content, dict) else None

@@ -51,7 +51,9 @@ DATA_NAME = re.compile(r"(D?[a-z0-9]{64})\.data")
 BACKUP_FOLDER = re.compile(r"\d{4}-\d{2}-\d{2}_\d{2}-\d{2}")
 
 _SHARE_NAME = re.compile(
-    r"(?P<job>.+)-s(?P<step>[0-9]+)-n(?P<rank>[0-9]+)-w(?P<worker>[0-9]+)\.(?P<kind>[^/]+)",
+    # Bounded: readers count up to ranks. No job has so many nodes, and no step so many digits.
+    r"(?P<job>.+)-s(?P<step>[0-9]{1,18})-n(?P<rank>[0-9]{1,6})-w(?P<worker>[0-9]{1,6})"
+    r"\.(?P<kind>[^/]+)",
     re.DOTALL,
 )
 _DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")

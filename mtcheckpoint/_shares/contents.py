@@ -9,7 +9,7 @@ import base64
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -21,6 +21,7 @@ from mtcheckpoint._shares.identity import (
     PROCESS_METADATA_ITEM,
     STATE_ITEM,
     Identity,
+    decode_extras,
     identity_from_json,
 )
 from mtcheckpoint._shares.places import Place
@@ -35,6 +36,7 @@ __all__ = [
     "is_unreadable",
     "read_contents",
     "read_extras",
+    "read_seal",
     "state_kvstore",
     "stored_leaves",
 ]
@@ -120,7 +122,7 @@ def read_contents(
         ShareError: it is damaged, or no share at all.
         TierUnreadableError: its place cannot be read.
     """
-    seal = _read_seal(place) if verify != "off" else None
+    seal = read_seal(place) if verify != "off" else None
     if seal is not None and verify == "size":
         _check_sizes(place, seal)
     read = _SealedFiles(place, seal if verify == "full" else None)
@@ -128,7 +130,7 @@ def read_contents(
     identity = identity_from_json(identity_text, place.name) if identity_text is not None else None
     if verify != "off":
         _check_seal(place, identity, seal)
-    tree = _json(read, f"{STATE_ITEM}/_METADATA")
+    tree = _json(read, f"{STATE_ITEM}/_METADATA", dict)
     if read(f"{STATE_ITEM}/manifest.ocdbt") is None:
         # Without this look, a listing of the arrays would just be empty.
         raise ShareError(f"{place.name}/{STATE_ITEM}/manifest.ocdbt is not there", place=place.name)
@@ -141,21 +143,25 @@ def read_contents(
         identity=identity,
         leaves=leaves,
         chunks=chunks,
-        strings=_json(read, f"{STATE_ITEM}/_strings.json", default={}),
+        strings=_strings(read),
         empty=empty,
-        process_devices=tuple(
-            tuple(ids)
-            for ids in _json(
-                read, f"{PROCESS_METADATA_ITEM}/global_process_metadata.json", default=[]
-            )
-        ),
+        process_devices=_process_devices(read),
         seal=seal if verify == "full" else None,
     )
 
 
 def read_extras(share: ShareContents) -> list[Any]:
     """The encoded extras of all processes of the save, in rank order; [] when there are none."""
-    return list(_json(_SealedFiles(share.place, share.seal), EXTRAS_FILE, default=[]))
+    extras = _json(_SealedFiles(share.place, share.seal), EXTRAS_FILE, list, default=[])
+    try:
+        for own in extras:
+            if not isinstance(decode_extras(own), dict):
+                raise ValueError("the extras of a process should be a JSON object")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ShareError(
+            f"{share.place.name}/{EXTRAS_FILE} cannot be read: {error}", place=share.place.name
+        ) from error
+    return list(extras)
 
 
 def stored_leaves(share: ShareContents) -> dict[str, tuple[tuple[int, ...], str, tuple[int, ...]]]:
@@ -182,7 +188,13 @@ class _SealedFiles:
         return content
 
 
-def _read_seal(place: Place) -> Seal | None:
+def read_seal(place: Place) -> Seal | None:
+    """The seal of a share; None when it has none.
+
+    Raises:
+        ShareError: it is damaged.
+        TierUnreadableError: its place cannot be read.
+    """
     text = place.read(SEAL_FILE)
     return seal_from_json(text, place.name) if text is not None else None
 
@@ -221,7 +233,8 @@ def _check_leaves(place: Place, leaves: Mapping[str, Leaf], seal: Seal) -> None:
             )
 
 
-def _json(read: _SealedFiles, file: str, default: Any = None) -> Any:
+def _json(read: _SealedFiles, file: str, kind: type, default: Any = None) -> Any:
+    """The value of a JSON file, of the Python type that it should have."""
     name = read.place.name
     text = read(file)
     if text is None:
@@ -229,9 +242,29 @@ def _json(read: _SealedFiles, file: str, default: Any = None) -> Any:
             raise ShareError(f"{name}/{file} is not there", place=name)
         return default
     try:
-        return json.loads(text)
-    except ValueError as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ShareError(f"{name}/{file} is not JSON: {error}", place=name) from error
+    if not isinstance(value, kind):
+        raise ShareError(
+            f"{name}/{file}: expected JSON of type {kind.__name__}, found {type(value).__name__}",
+            place=name,
+        )
+    return value
+
+
+def _strings(read: _SealedFiles) -> dict[str, str]:
+    found = _json(read, f"{STATE_ITEM}/_strings.json", dict, default={})
+    return {name: str(value) for name, value in found.items()}
+
+
+def _process_devices(read: _SealedFiles) -> tuple[tuple[int, ...], ...]:
+    file = f"{PROCESS_METADATA_ITEM}/global_process_metadata.json"
+    try:
+        found = _json(read, file, list, default=[])
+        return tuple(tuple(int(device) for device in ids) for ids in found)
+    except (TypeError, OverflowError) as error:
+        raise ShareError(f"{read.place.name}/{file}: {error}", place=read.place.name) from error
 
 
 def _read_arrays(
@@ -246,18 +279,24 @@ def _read_arrays(
             name: json.loads(_result(read, deadline).value)
             for name, read in zip(names, reads, strict=True)
         }
+        return arrays, _chunks(keys, names)
     except TimeoutError as error:
         raise TierUnreadableError(
             f"{place.name} cannot be read: no answer in {deadline.seconds:.0f} s", place=place.name
         ) from error
     except ValueError as error:
         raise _translated(error, place) from error
+    except RecursionError as error:
+        raise ShareError(f"{place.name} is damaged: {error}", place=place.name) from error
+
+
+def _chunks(keys: Sequence[str], names: Sequence[str]) -> dict[str, frozenset[Chunk]]:
     chunks: dict[str, set[Chunk]] = {name: set() for name in names}
     for key in keys:
         name, separator, position = key.rpartition("/c")
         if separator and name in chunks:
             chunks[name].add(tuple(int(part) for part in position.split("/") if part))
-    return arrays, {name: frozenset(found) for name, found in chunks.items()}
+    return {name: frozenset(found) for name, found in chunks.items()}
 
 
 def _result(future: Any, deadline: Deadline) -> Any:
@@ -298,7 +337,7 @@ def _read_tree(
             leaves[name] = _leaf(
                 name, path, value["value_type"], kinds.get(name), arrays, shardings.get(name)
             )
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
         raise ShareError(
             f"{read.place.name}: its tree metadata cannot be read: {type(error).__name__}: {error}",
             place=read.place.name,
@@ -316,10 +355,10 @@ def _key(part: Mapping[str, Any]) -> str | int:
 
 def _shardings(read: _SealedFiles) -> dict[str, Mapping[str, Any]]:
     """How each leaf lay on the mesh: from our own file, or from Orbax's."""
-    own = _json(read, SHARDINGS_FILE, default={})
+    own = _json(read, SHARDINGS_FILE, dict, default={})
     if own:
         return shardings_from_json(own)
-    by_orbax = _json(read, f"{STATE_ITEM}/_sharding", default={})
+    by_orbax = _json(read, f"{STATE_ITEM}/_sharding", dict, default={})
     return {
         base64.b64decode(name).decode(): _parsed(sharding) for name, sharding in by_orbax.items()
     }
@@ -328,7 +367,10 @@ def _shardings(read: _SealedFiles) -> dict[str, Mapping[str, Any]]:
 @functools.lru_cache(maxsize=256)
 def _parsed(sharding: str) -> Mapping[str, Any]:
     """Leaves with the same sharding share one description: it lists every device of the job."""
-    found: Mapping[str, Any] = json.loads(sharding)
+    try:
+        found: Mapping[str, Any] = json.loads(sharding)
+    except RecursionError as error:
+        raise ValueError(f"a sharding is not JSON: {error}") from error
     return found
 
 
@@ -348,8 +390,22 @@ def _leaf(
         path=path,
         value_type=value_type,
         kind=kind,
-        shape=tuple(array["shape"]),
-        dtype=array["data_type"],
-        chunk_shape=tuple(array["chunk_grid"]["configuration"]["chunk_shape"]),
+        shape=_sizes(array["shape"]),
+        dtype=_word(array["data_type"]),
+        chunk_shape=_sizes(array["chunk_grid"]["configuration"]["chunk_shape"], least=1),
         sharding=sharding,
     )
+
+
+def _sizes(values: Any, *, least: int = 0) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise ValueError(f"expected sizes of an array, found {values!r:.200}")
+    if any(value < least for value in values):
+        raise ValueError(f"expected sizes of {least} or more, found {values!r:.200}")
+    return tuple(values)
+
+
+def _word(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"expected an element type, found {value!r:.200}")
+    return value

@@ -20,6 +20,7 @@ __all__ = [
     "EXTRAS_FILE",
     "FORMAT_VERSION",
     "IDENTITY_FILE",
+    "NODES_LIMIT",
     "OWN_FOLDER",
     "PROCESS_METADATA_ITEM",
     "STATE_ITEM",
@@ -37,6 +38,10 @@ OWN_FOLDER = "mtcheckpoint"
 IDENTITY_FILE = f"{OWN_FOLDER}/identity.json"
 EXTRAS_FILE = f"{OWN_FOLDER}/extras.json"
 FORMAT_VERSION = 1
+
+# More than any job has.
+NODES_LIMIT = 1 << 20
+_LIMIT_STEP = 1 << 63
 
 _BYTES_KEY = "__bytes__"
 _JSON_TYPES = (str, int, float, bool, type(None))
@@ -101,13 +106,31 @@ def identity_from_json(text: str | bytes, place: str) -> Identity:
                 f" {fields.get(name)!r}",
                 place=place,
             )
-    return Identity(**{name: fields[name] for name in expected})
+    identity = Identity(**{name: fields[name] for name in expected})
+    if not _is_possible(identity):
+        raise ShareError(
+            f"{place}/{IDENTITY_FILE}: step {identity.step}, rank {identity.node_rank} of"
+            f" {identity.nodes} cannot be",
+            place=place,
+        )
+    return identity
+
+
+def _is_possible(identity: Identity) -> bool:
+    """False for numbers that no save has: what is counted up to them would never end."""
+    numbers = (identity.step, identity.node_rank, identity.nodes)
+    return (
+        not any(isinstance(number, bool) for number in numbers)
+        and 0 <= identity.step < _LIMIT_STEP
+        and 0 <= identity.node_rank < identity.nodes <= NODES_LIMIT
+        and all(isinstance(kind, str) for kind in identity.kinds.values())
+    )
 
 
 def _json_object(text: str | bytes, place: str) -> dict[str, Any]:
     try:
         fields = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ShareError(f"{place}/{IDENTITY_FILE} is not JSON: {error}", place=place) from error
     if not isinstance(fields, dict):
         raise ShareError(f"{place}/{IDENTITY_FILE} is not a JSON object", place=place)

@@ -12,10 +12,16 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from mtcheckpoint._handshake import files
-from mtcheckpoint._shares.identity import IDENTITY_FILE, STATE_ITEM, Identity, identity_from_json
+from mtcheckpoint._shares.identity import (
+    IDENTITY_FILE,
+    NODES_LIMIT,
+    STATE_ITEM,
+    Identity,
+    identity_from_json,
+)
+from mtcheckpoint._shares.places import read_small_file
 from mtcheckpoint.errors import ShareError
 
 __all__ = ["HeldShare", "PIN_FOLDER", "Volume", "jobs_in", "pin", "take_inventory"]
@@ -26,6 +32,9 @@ PIN_FOLDER = "mtcheckpoint.pinned"
 # `<step>`: committed, not taken. `<step>.again`: being announced again. `.save`: being hashed.
 _AGAIN = re.compile(r"([0-9]+)\.again")
 _LOOKS = 20
+
+# A hash, and what an editor may add.
+_META_BYTES = 4096
 
 _ORBAX_PROCESS = re.compile(r"ocdbt\.process_([0-9]+)")
 _ORBAX_ID = "orbax-"
@@ -116,7 +125,7 @@ def jobs_in(volume: Path) -> set[str]:
         jobs |= {share.job for share in named if share is not None}
         if files.is_step_name(entry.name) or _AGAIN.fullmatch(entry.name):
             try:
-                text = (Path(entry.path) / IDENTITY_FILE).read_bytes()
+                text = read_small_file(Path(entry.path) / IDENTITY_FILE)
                 jobs.add(identity_from_json(text, entry.path).job)
             except (OSError, ShareError):
                 continue  # Orbax's own, or damaged: it does not say
@@ -146,9 +155,10 @@ def _read_meta(path: Path, job: str) -> tuple[int, int, str] | None:
     if share is None or share.job != job or share.worker != 0:
         return None
     try:
-        digest = path.read_text(errors="replace").strip()
-    except OSError:
+        text = read_small_file(path, limit_bytes=_META_BYTES)
+    except (OSError, ShareError):
         return None
+    digest = text.decode(errors="replace").strip()
     return (share.step, share.node_rank, digest) if files.is_digest(digest) else None
 
 
@@ -183,7 +193,7 @@ def _identify(
     if not (path / STATE_ITEM / "manifest.ocdbt").is_file():
         return None
     try:
-        text = (path / IDENTITY_FILE).read_bytes()
+        text = read_small_file(path / IDENTITY_FILE)
     except OSError:
         # Orbax's own do not say whose they are: without a name they are nobody's.
         if step is None:
@@ -217,7 +227,7 @@ def _identify_orbax(
 ) -> HeldShare | None:
     """A share that Orbax wrote: its process metadata and step stand in for an identity."""
     try:
-        layout: Any = (path / "process_metadata" / "global_process_metadata.json").read_text()
+        layout = read_small_file(path / "process_metadata" / "global_process_metadata.json")
         written_by = [
             int(match[1])
             for entry in os.scandir(path / STATE_ITEM)
@@ -227,11 +237,14 @@ def _identify_orbax(
         return None
     if rank is None and len(written_by) != 1:
         return None
+    nodes = layout.count(b"[") - 1
+    if not 0 <= nodes <= NODES_LIMIT:
+        raise ShareError(f"{path}: its process metadata tell {nodes} nodes", place=str(path))
     return HeldShare(
         step=step,
-        save_id=f"{_ORBAX_ID}{hashlib.sha256(layout.encode()).hexdigest()[:16]}",
+        save_id=f"{_ORBAX_ID}{hashlib.sha256(layout).hexdigest()[:16]}",
         node_rank=rank if rank is not None else written_by[0],
-        nodes=layout.count("[") - 1,
+        nodes=nodes,
         digest=digest,
         path=path,
     )

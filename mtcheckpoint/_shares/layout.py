@@ -16,6 +16,9 @@ __all__ = ["Layout", "ranks_to_open"]
 
 Chunk = tuple[int, ...]
 
+# What a description raises that is none. Then only a look into the shares tells.
+_NONSENSE = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
+
 
 class Layout:
     """Where the chunks of one save were written."""
@@ -44,12 +47,22 @@ class Layout:
         key = (id(sharding), chunk)
         if key not in self._ranks:
             mesh = self._mesh(sharding)
-            self._ranks[key] = self._everyone if mesh is None else mesh.ranks_of(chunk)
+            self._ranks[key] = self._everyone if mesh is None else self._on(mesh, chunk)
         return self._ranks[key]
+
+    def _on(self, mesh: _MeshRanks, chunk: Chunk) -> frozenset[int]:
+        try:
+            return mesh.ranks_of(chunk)
+        except _NONSENSE:
+            return self._everyone
 
     def _mesh(self, sharding: Mapping[str, Any] | None) -> _MeshRanks | None:
         if id(sharding) not in self._meshes:
-            self._meshes[id(sharding)] = (sharding, self._read(sharding))
+            try:
+                mesh = self._read(sharding)
+            except _NONSENSE:
+                mesh = None
+            self._meshes[id(sharding)] = (sharding, mesh)
         return self._meshes[id(sharding)][1]
 
     def _read(self, sharding: Mapping[str, Any] | None) -> _MeshRanks | None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import resource
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -23,6 +24,7 @@ __all__ = ["ShareServer", "address_towards"]
 
 _LOG = logging.getLogger("mtcheckpoint.peers")
 _START_SECONDS = 30.0
+_MOST_CONNECTIONS = 8192
 
 
 class ShareServer:
@@ -80,18 +82,23 @@ class ShareServer:
         app.router.add_get("/{share}/{file:.+}", self._answer)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
+        listening: asyncio.Server | None = None
         try:
             listener = socket.create_server((self._host, 0), backlog=1024)
-            await web.SockSite(runner, listener).start()
+            listening = await self._loop.create_server(_bounded(runner), sock=listener)
             self.url = "http://{}:{}".format(*listener.getsockname()[:2])
             self._ready.set()
             await self._stop.wait()
         finally:
+            if listening is not None:
+                listening.close()
             await runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), self._expected.encode()):
+        # What is not UTF-8 comes as surrogates.
+        held = given.encode(errors="surrogateescape")
+        if not hmac.compare_digest(held, self._expected.encode()):
             raise web.HTTPUnauthorized
         file = self._file(request.match_info["share"], request.match_info["file"])
         if file is None:
@@ -108,6 +115,27 @@ class ShareServer:
         except (OSError, RuntimeError):  # a loop of links, a name that is too long
             return None
         return file if served else None
+
+
+def _bounded(runner: web.AppRunner) -> Callable[[], asyncio.Protocol]:
+    """Makes connections as long as there are not too many: this process needs files of its own."""
+    files_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(min(_MOST_CONNECTIONS, files_limit // 4), 16)
+    server = runner.server
+    assert server is not None
+
+    def connection() -> asyncio.Protocol:
+        return server() if len(server.connections) < most else _Refused()
+
+    return connection
+
+
+class _Refused(asyncio.Protocol):
+    """One connection too many; whoever made it tries again later."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
 
 
 def address_towards(target: str) -> str:

@@ -7,15 +7,29 @@ A place gives whole small files to read, and a TensorStore key-value spec for th
 from __future__ import annotations
 
 import dataclasses
+import os
+import stat
 import urllib.error
 import urllib.parse
 import urllib.request
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Protocol
 
-from mtcheckpoint.errors import TierUnreadableError
+from mtcheckpoint.errors import ShareError, TierUnreadableError
 
-__all__ = ["LocalPlace", "PeerPlace", "Place", "Tier", "farthest"]
+__all__ = [
+    "SMALL_FILE_BYTES",
+    "LocalPlace",
+    "PeerPlace",
+    "Place",
+    "Tier",
+    "check_small",
+    "farthest",
+    "read_small_file",
+]
+
+# What `Place.read` takes at most: what a share tells of itself has a few MB at most.
+SMALL_FILE_BYTES = 256 << 20
 
 Tier = Literal["local", "peer", "backup"]
 _ORDER: tuple[Tier, ...] = ("local", "peer", "backup")
@@ -24,6 +38,43 @@ _ORDER: tuple[Tier, ...] = ("local", "peer", "backup")
 def farthest(tiers: list[Tier]) -> Tier:
     """The tier farthest from this node among `tiers`."""
     return max(tiers, key=_ORDER.index)
+
+
+def check_small(size_bytes: int, file: str, place: str) -> None:
+    """Refuses what is too large to be one of the small files of a share.
+
+    Raises:
+        ShareError: it is.
+    """
+    if size_bytes > SMALL_FILE_BYTES:
+        raise ShareError(
+            f"{place}/{file} is too large: no small file of a share has more than"
+            f" {SMALL_FILE_BYTES:,} bytes",
+            place=place,
+        )
+
+
+def read_small_file(path: Path, *, limit_bytes: int = SMALL_FILE_BYTES) -> bytes:
+    """A whole regular file, without waiting for anything and without reading beyond a limit.
+
+    Raises:
+        OSError: it is not there, or cannot be read.
+        ShareError: it is a folder, a pipe or the like, or larger than the limit.
+    """
+    # Without O_NONBLOCK, opening a pipe waits for somebody to write to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ShareError(f"{path} is not a file", place=str(path.parent))
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(limit_bytes + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > limit_bytes:
+        raise ShareError(
+            f"{path} is too large: expected {limit_bytes:,} bytes at most", place=str(path.parent)
+        )
+    return content
 
 
 class Place(Protocol):
@@ -41,6 +92,7 @@ class Place(Protocol):
         """A whole small file of the share; None when the share has no such file.
 
         Raises:
+            ShareError: it has more than `SMALL_FILE_BYTES`, or is no file.
             TierUnreadableError: the place could not be read.
         """
 
@@ -68,7 +120,7 @@ class LocalPlace:
 
     def read(self, file: str) -> bytes | None:
         try:
-            return (self.path / file).read_bytes()
+            return read_small_file(self.path / file)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
@@ -88,6 +140,17 @@ class LocalPlace:
 
     def kvstore(self, folder: str) -> dict[str, Any]:
         return {"driver": "file", "path": f"{self.path / PurePosixPath(folder)}/"}
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Takes a redirection for an error: it would carry the token to somebody else."""
+
+    def redirect_request(self, *arguments: Any, **options: Any) -> None:
+        return None
+
+
+# Peers are reached directly: a proxy would see the token.
+_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,8 +185,12 @@ class PeerPlace:
             method=method,
         )
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout_secs) as answer:
-                return int(answer.headers["Content-Length"]), bytes(answer.read())
+            with _DIRECTLY.open(request, timeout=self.timeout_secs) as answer:
+                size_bytes = int(answer.headers["Content-Length"])
+                if method == "HEAD":
+                    return size_bytes, b""
+                check_small(size_bytes, file, self.name)
+                return size_bytes, bytes(answer.read(size_bytes))
         except urllib.error.HTTPError as error:
             with error:
                 if error.code == 404:

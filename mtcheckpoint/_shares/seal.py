@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import jax
@@ -47,8 +47,10 @@ ALGORITHM = "xxh3_128"
 # What a hostile or damaged seal may claim at most; a share of 20,000 leaves has 3 MiB of seal.
 _LIMIT_BYTES = 1 << 28
 
+_TOO_MUCH = (RecursionError, OverflowError)
+
 # Below these folders lie the stored chunks; they are sealed one by one, and here by size.
-_DATA_FOLDERS = ("d", "ocdbt.process_")
+_DATA_FOLDER, _PROCESS_FOLDER = "d", "ocdbt.process_"
 
 
 # A checksum of which parts a rank holds, and one of what these are. Twins, which hold the same part
@@ -154,7 +156,7 @@ def seal_share(
             name: dict(_sealed_chunks(leaf, leaves[name][2], known.get(name, {})))
             for name, leaf in arrays.items()
         },
-        files={name: _sealed_file(share / name) for name in sorted(_files(share))},
+        files={name: _sealed_file(share, name) for name in sorted(_files(share))},
         ranks=tuple(ranks),
     )
 
@@ -218,11 +220,11 @@ def _files(share: Path) -> Iterator[str]:
             yield path.relative_to(share).as_posix()
 
 
-def _sealed_file(path: Path) -> tuple[int, str | None]:
-    is_data = any(part.startswith(_DATA_FOLDERS) for part in path.parts[-3:-1])
-    if is_data:
-        return path.stat().st_size, None
-    content = path.read_bytes()
+def _sealed_file(share: Path, name: str) -> tuple[int, str | None]:
+    folders = PurePosixPath(name).parts[:-1]
+    if any(part == _DATA_FOLDER or part.startswith(_PROCESS_FOLDER) for part in folders):
+        return (share / name).stat().st_size, None
+    content = (share / name).read_bytes()
     return len(content), digest_of(content)
 
 
@@ -258,11 +260,31 @@ def seal_from_json(text: bytes, place: str) -> Seal:
         content = outer["seal"]
         if digest_of(content.encode()) != outer["checksum"]:
             raise ValueError("its own checksum differs")
-        return _read(json.loads(content))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return _checked(_read(json.loads(content)))
+    except (ValueError, LookupError, TypeError, AttributeError, *_TOO_MUCH) as error:
         raise ShareError(
             f"{place}/{SEAL_FILE} is damaged: {type(error).__name__}: {error}", place=place
         ) from error
+
+
+def _checked(seal: Seal) -> Seal:
+    """Refuses what no share has: paths out of it, chunks of no leaf, impossible numbers."""
+    for file, (size, _) in seal.files.items():
+        path = PurePosixPath(file)
+        if path.is_absolute() or ".." in path.parts or "\0" in file or size < 0:
+            raise ValueError(f"it seals {file[:200]!r} of {size} bytes")
+    for name, (shape, _, chunk_shape) in seal.leaves.items():
+        sizes = (*shape, *chunk_shape)
+        if len(shape) != len(chunk_shape) or not all(type(size) is int for size in sizes):
+            raise ValueError(f"leaf {name[:200]!r} has shape {shape} in chunks of {chunk_shape}")
+        if min(shape, default=0) < 0 or min(chunk_shape, default=1) < 1:
+            raise ValueError(f"leaf {name[:200]!r} has shape {shape} in chunks of {chunk_shape}")
+    for name, chunks in seal.chunks.items():
+        dimensions = len(seal.leaves[name][0])
+        for chunk, (size, _) in chunks.items():
+            if len(chunk) != dimensions or min(chunk, default=0) < 0 or size < 0:
+                raise ValueError(f"leaf {name[:200]!r} has a chunk {chunk} of {size} bytes")
+    return seal
 
 
 def _read(content: Mapping[str, Any]) -> Seal:

@@ -20,6 +20,7 @@ from mtcheckpoint import _events
 from mtcheckpoint._handshake import files
 from mtcheckpoint._policy import SPACE_MARGIN
 from mtcheckpoint._shares.identity import IDENTITY_FILE, identity_from_json
+from mtcheckpoint._shares.places import read_small_file
 from mtcheckpoint.errors import ShareError
 
 __all__ = [
@@ -67,7 +68,7 @@ def _own_steps(volume: Path, job: str) -> Iterator[tuple[int, Path]]:
         folders = [Path(entry.path) for entry in entries if files.is_step_name(entry.name)]
     for folder in folders:
         try:
-            text = (folder / IDENTITY_FILE).read_bytes()
+            text = read_small_file(folder / IDENTITY_FILE)
             identity = identity_from_json(text, str(folder))
         except (OSError, ShareError):
             continue  # not one of ours
