@@ -23,7 +23,7 @@ import jax
 
 from mtcheckpoint import errors
 from mtcheckpoint._clock import Deadline
-from mtcheckpoint._jax import KeyValueStore, job_store, wait_slice
+from mtcheckpoint._jax import KeyValueStore, job_store, note_missing, wait_slice
 from mtcheckpoint.errors import CoordinationError, MtCheckpointError, WaitTimeoutError
 
 __all__ = ["Coordinator", "job_coordinator"]
@@ -123,10 +123,13 @@ class Coordinator:
         self._store.set(f"{folder}/in/{self.process}", _encode(value))
         deadline = self._deadline(timeout_secs)
         if not self.is_leader:
-            return self._await_verdict(folder, topic, deadline)
+            answer = self._await_verdict(folder, topic, deadline)
+            note_missing(False)
+            return answer
         values = self._collect(folder, topic, deadline)
         if values is None:
             return self._give_up(folder, topic, deadline)
+        note_missing(False)  # all are there
         self._delete_earlier_rounds(topic)
         answer = self._conclude(folder, topic, lambda: choose(values))
         self._store.delete(f"{folder}/in")
@@ -364,7 +367,10 @@ def _answer(verdict: bytes) -> Any:
     """The value of a verdict; raises the error that it carries."""
     found = _decode(verdict)
     if "error" in found:
-        raise _rebuilt(**found["error"])
+        error = _rebuilt(**found["error"])
+        if isinstance(error, WaitTimeoutError):
+            note_missing(True)
+        raise error
     return found["value"]
 
 

@@ -5,6 +5,9 @@ JAX's errors end here: a wait that ran out is None, everything else a `Coordinat
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures
+import ctypes
 import functools
 import threading
 from collections.abc import Callable
@@ -14,7 +17,7 @@ import jax
 from jax._src import distributed
 
 from mtcheckpoint._clock import Deadline, wait_for
-from mtcheckpoint.errors import CoordinationError
+from mtcheckpoint.errors import CoordinationError, WaitTimeoutError
 
 __all__ = [
     "DistributedStore",
@@ -25,6 +28,7 @@ __all__ = [
     "job_store",
     "key_implementation",
     "node_ranks_by_process",
+    "note_missing",
     "process_id",
     "wait_for_key",
     "wait_slice",
@@ -33,6 +37,15 @@ __all__ = [
 # A blocking get holds the thread inside C++, where no signal is handled. So long waits are cut into
 # pieces of this length, and Ctrl-C is answered in between.
 _WAIT_SLICE_SECONDS = 1.0
+
+# A call that does not wait takes a millisecond. When the process with the store is frozen it would
+# take until JAX gives up its heartbeats and aborts this process, after 100 s.
+_ANSWER_SECONDS = 15.0
+# The same once something is missing.
+_SECOND_ANSWER_SECONDS = 3.0
+
+# How long a process waits at its end for those that were missing: they may only have been late.
+_LEAVE_SECONDS = 5.0
 
 _T = TypeVar("_T")
 
@@ -85,6 +98,35 @@ def coordinator_address() -> str:
 def key_implementation(dtype: Any) -> str:
     """The name of the generator that typed PRNG keys of this dtype belong to."""
     return str(dtype._impl.name)
+
+
+def note_missing(missing: bool) -> None:
+    """Notes whether a process did not come to the last agreement.
+
+    Then this one does not wait long for it when it ends. JAX would: its shutdown is a barrier of
+    all processes, which holds the end up for 100 s, until the heartbeats of the missing one are
+    given up, and then aborts the process.
+    """
+    global _missing
+    _missing = missing
+
+
+_missing = False
+
+
+@atexit.register  # after JAX's own, so that it runs before
+def _leave_without_the_missing() -> None:
+    state = distributed.global_state
+    if not _missing or state.client is None:
+        return
+    orderly = threading.Thread(target=state.shutdown, daemon=True)
+    orderly.start()
+    orderly.join(_LEAVE_SECONDS)
+    if orderly.is_alive():
+        for part in ("preemption_sync_manager", "client", "service"):
+            # Kept for ever: the end of these objects is the same barrier.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(getattr(state, part)))
+            setattr(state, part, None)
 
 
 def job_store() -> KeyValueStore:
@@ -142,13 +184,17 @@ def wait_for_key(
     Raises:
         WaitTimeoutError: it was not there when the deadline had passed; names `missing`.
     """
-    return wait_for(
-        lambda: wait_slice(store, key, deadline),
-        deadline,
-        what,
-        missing=lambda: (missing,),
-        poll_seconds=0.0,
-    )
+    try:
+        return wait_for(
+            lambda: wait_slice(store, key, deadline),
+            deadline,
+            what,
+            missing=lambda: (missing,),
+            poll_seconds=0.0,
+        )
+    except WaitTimeoutError:
+        note_missing(True)
+        raise
 
 
 def wait_slice(store: KeyValueStore, key: str, deadline: Deadline) -> bytes | None:
@@ -204,16 +250,39 @@ class DistributedStore:
 def _call(operation: Callable[[], _T], none_on: str | None = None) -> _T | None:
     """Runs `operation`; None when it fails with the status `none_on`."""
     try:
-        return operation()
+        return operation() if process_id() == 0 else _within(operation)
     except jax.errors.JaxRuntimeError as error:
         # JAX gives the status as the first word of the text, and nowhere else.
         if none_on is not None and str(error).startswith(none_on):
             return None
-        raise CoordinationError(
-            "the key-value store of jax.distributed, which lives in process 0, does not answer:"
-            f" {_first_line(error)}. Is process 0 still alive?",
-            processes=(0,),
-        ) from error
+        raise _unanswered(_first_line(error)) from error
+
+
+def _within(operation: Callable[[], _T]) -> _T:
+    """Runs `operation`, which knows no limit, in a thread that is left behind when it hangs."""
+    seconds = _SECOND_ANSWER_SECONDS if _missing else _ANSWER_SECONDS
+    outcome: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(operation())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="mtcheckpoint-store", daemon=True).start()
+    try:
+        return outcome.result(seconds)
+    except concurrent.futures.TimeoutError:
+        raise _unanswered(f"nothing for {seconds:g} s") from None
+
+
+def _unanswered(reason: str) -> CoordinationError:
+    note_missing(True)
+    return CoordinationError(
+        "the key-value store of jax.distributed, which lives in process 0, does not answer:"
+        f" {reason} from {coordinator_address()}. Is process 0 still alive?",
+        processes=(0,),
+    )
 
 
 def _first_line(error: Exception) -> str:
