@@ -9,6 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -17,6 +18,7 @@ from mtcheckpoint import _events
 from mtcheckpoint._clock import Deadline
 from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._reader import ReadPlan, read_state, tensorstore_context
+from mtcheckpoint._replicas import leaf_digests, unequal_leaves, unequal_twins, uneven_groups
 from mtcheckpoint._restore import box_shape
 from mtcheckpoint._shares.contents import read_extras
 from mtcheckpoint._shares.identity import decode_extras
@@ -50,11 +52,13 @@ class PassedOver:
         step: its step; None when that is not known.
         source: where it lies.
         reason: what is wrong with it, by process.
+        damaged: whether a copy was bad; False for one that is only incomplete.
     """
 
     step: int | None
     source: str
     reason: str
+    damaged: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +72,9 @@ class RestoreReport:
         left_out: copies of what was restored that could not be used on this process, and why.
         unverified: shares that were read and have no seal, for Orbax itself wrote them, or because
             ``verify`` is not ``"full"``.
+        unequal_replicas: leaves of which several ranks had saved the same part, and not the same
+            content, with those ranks; as far as the shares that were read tell, and, for
+            data-parallel replicas that hold the same parts, of all.
     """
 
     seconds: Mapping[str, float]
@@ -75,6 +82,7 @@ class RestoreReport:
     passed_over: tuple[PassedOver, ...]
     left_out: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()
+    unequal_replicas: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,11 +140,13 @@ class Request:
         tree: see `_target.resolve_target`.
         partial: leaves of the save that `tree` does not name are left where they are.
         cast: which changes of element types are allowed.
+        strict: a bad copy is an error, though there may be others.
     """
 
     tree: Any
     partial: bool = False
     cast: Cast = "never"
+    strict: bool = False
 
 
 class Restorer:
@@ -168,6 +178,21 @@ class Restorer:
         self.timeout_secs = timeout_secs
         self.verify: Verify = verify
         self.context = tensorstore_context()
+        # Local ones until they are condemned; those in backups as long as this process lives.
+        self.bad_places: list[Place] = []
+
+    def take_bad_paths(self) -> list[Path]:
+        """The shares of this node that were found bad since the last call."""
+        bad = [
+            place.path
+            for place in self.bad_places
+            if isinstance(place, LocalPlace) and place.tier == "local"
+        ]
+        self.bad_places = [place for place in self.bad_places if place.tier == "backup"]
+        return list(dict.fromkeys(bad))
+
+    def is_known_to_be_bad(self, place: Place) -> bool:
+        return place.tier == "backup" and any(place.name == bad.name for bad in self.bad_places)
 
     def restore(
         self,
@@ -178,13 +203,16 @@ class Restorer:
         """Restores the first candidate that is whole; None when there is no candidate at all.
 
         Raises:
-            RestoreError: there were candidates, and none of them is whole.
+            RestoreError: there were candidates, and none of them is whole; or a copy is bad, and
+                the request is strict.
             StructureMismatchError: the request does not fit what was saved.
             TierUnreadableError: a place could not be read, so it is not known what it holds.
         """
         passed_over: list[PassedOver] = []
         for candidate in candidates:
             if isinstance(candidate, PassedOver):
+                if request.strict and candidate.damaged:
+                    raise _bad_copy(candidate.step, candidate.source, candidate.reason)
                 passed_over.append(candidate)
                 continue
             attempt = _Attempt(self, candidate, request, dict(seconds))
@@ -221,10 +249,14 @@ class _Attempt:
         """The restored state, or None when the candidate is not whole on some process."""
         with self._timed("open"):
             near = self._together("open", self._open_near)
-        if near is None or not self._is_one_save():
+        if near is None:
+            self._raise_if_strict()
+            return None
+        if not self._is_one_save():
             return None
         with self._timed("plan"):
             plan = self._together("plan", self._plan_near)
+        self._raise_if_strict()
         short = plan is None or bool(plan.missing)
         if not any(self._coordinator.gather("restore/short", short)):
             restored = self._read(plan, passed_over)
@@ -234,6 +266,18 @@ class _Attempt:
             self._missing_anywhere(plan)
             return None
         return self._run_with_others(passed_over) if self._candidate.served else None
+
+    def _raise_if_strict(self) -> None:
+        """Raises on all processes when any of them has found a bad copy, if that is wished for."""
+        if not self._request.strict:
+            return
+        own = [*self._notes, *self._sources.faults, *self._faults.values()]
+        told = self._coordinator.gather("restore/strict", list(dict.fromkeys(own)))
+        bad = {process: "; ".join(texts) for process, texts in enumerate(told) if texts}
+        if bad:
+            names = self._coordinator.names(bad)
+            listed = "; ".join(f"{n}: {text}" for n, text in zip(names, bad.values(), strict=True))
+            raise _bad_copy(self._candidate.step, self._candidate.source, listed)
 
     def passed_over(self) -> PassedOver:
         names = self._coordinator.names(self._faults)
@@ -268,8 +312,9 @@ class _Attempt:
 
     def _sources_of(self, places: Mapping[int, Sequence[Place]]) -> Sources:
         own = self._candidate.own_rank
+        known = self._r.is_known_to_be_bad
         return Sources(
-            places,
+            {rank: [p for p in copies if not known(p)] for rank, copies in places.items()},
             preferred_ranks=[own] if own in places else sorted(self._candidate.own),
             turn=self._coordinator.process,
             context=self._r.context,
@@ -277,6 +322,7 @@ class _Attempt:
             timeout_secs=self._r.timeout_secs,
             step=self._candidate.step,
             save=self._save,
+            bad_places=self._r.bad_places,
         )
 
     def _is_one_save(self) -> bool:
@@ -334,6 +380,7 @@ class _Attempt:
         with self._serving() as peers, self._timed("open_others"):
             self._sources = self._sources_of(self._with_peers(peers))
             plan = self._together("plan with others", self._plan)
+            self._raise_if_strict()
             if self._faults or self._missing_anywhere(plan):
                 return None
             return self._read(plan, passed_over)
@@ -389,6 +436,7 @@ class _Attempt:
                 again = bool(fault) and self._sources.drop(fault)
                 told = self._gather_slow("read", [fault, again])
                 self._faults = {p: text for p, (text, _) in enumerate(told) if text}
+                self._raise_if_strict()
                 if not self._faults or not all(again for text, again in told if text):
                     break
                 replan = self._plan if fault else functools.partial(_same, plan)
@@ -437,6 +485,7 @@ class _Attempt:
                     for share in sorted(plan.used)
                     if plan.shares[share].seal is None
                 ),
+                unequal_replicas=self._unequal_replicas(),
             ),
         )
         _events.happened(
@@ -447,6 +496,30 @@ class _Attempt:
             seconds=sum(self._seconds.values()),
         )
         return restored
+
+    def _unequal_replicas(self) -> tuple[str, ...]:
+        """Compares what ranks have saved of the same parts; the same answer on all processes."""
+        seals = self._sources.seals(self._candidate.step)
+        groups = uneven_groups(self._save.ranks) if self._save is not None else []
+        local = [[name, ranks] for name, ranks in sorted(unequal_leaves(seals))]
+        told = self._coordinator.gather("restore/replicas", [local, bool(groups)])
+        found = {(name, tuple(ranks)) for leaves, _ in told for name, ranks in leaves}
+        if any(uneven for _, uneven in told):
+            concerned = {rank for group in groups for rank in group} & seals.keys()
+            told = self._coordinator.gather(
+                "restore/twins",
+                [groups, {str(rank): leaf_digests(seals[rank]) for rank in concerned}],
+            )
+            leaves = {int(rank): known for _, by_rank in told for rank, known in by_rank.items()}
+            all_groups = {tuple(group) for known, _ in told for group in known}
+            found |= unequal_twins(all_groups, leaves)
+        texts = tuple(
+            f"leaf {name!r}: ranks {', '.join(map(str, ranks))} differ"
+            for name, ranks in sorted(found)
+        )
+        if texts:
+            _events.happened("restore/unequal_replicas", level=logging.WARNING, leaves=texts)
+        return texts
 
     def _extras(self, plan: ReadPlan) -> tuple[Mapping[str, Any], ...]:
         """The extras of this step; a share with the content of an earlier step has older ones."""
@@ -509,6 +582,13 @@ class _Attempt:
         begun = time.monotonic()
         yield
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.monotonic() - begun
+
+
+def _bad_copy(step: int | None, source: str, reason: str) -> RestoreError:
+    return RestoreError(
+        f"a copy of step {step} ({source}) is bad: {reason}. Without strict, another copy or an"
+        " older step is used"
+    )
 
 
 def _first_known(told: Sequence[Any]) -> Any:

@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._handshake import client
 from mtcheckpoint._preflight import check_before_first_step
 from mtcheckpoint._restorer import Candidate, PassedOver
+from mtcheckpoint._shares import condemned
 from mtcheckpoint._shares.backups import Backup, BackupRoot
-from mtcheckpoint._shares.inventory import PIN_FOLDER, HeldShare, Volume, pin, take_inventory
+from mtcheckpoint._shares.inventory import PIN_FOLDER, HeldShare, Volume, pin
 from mtcheckpoint._shares.places import LocalPlace, Place, Tier
 from mtcheckpoint._shares.volume import STAGING_FOLDER
 from mtcheckpoint._topology import Topology
@@ -30,6 +31,8 @@ from mtcheckpoint.config import CheckpointConfig
 from mtcheckpoint.errors import MarkerError, TierUnreadableError
 
 __all__ = ["Answer", "Session"]
+
+_LOG = logging.getLogger("mtcheckpoint.restore")
 
 _MEMORY = "the cluster's memory"
 _LOOKS = 5
@@ -70,6 +73,9 @@ class Session:
         self._coordinator = coordinator
         self._volume = Path(config.local_checkpoint_directory)
         self._answer: Answer | None = None
+        # Where shares were read from in this run, whatever their names there.
+        self._held: dict[Path, HeldShare] = {}
+        self._condemned: tuple[str, ...] = ()
         self._inventory: Volume | None = None
         self._choice: Choice | None = None  # until the volumes are looked at
         self._notes: tuple[PassedOver, ...] = ()
@@ -165,7 +171,7 @@ class Session:
             share.step == step
             and share.node_rank == self._topology.node_rank
             and share.nodes in (0, self._topology.nodes)
-            for share in take_inventory(self._volume, self._config.run_name).shares
+            for share in self._usable_shares().shares
         )
         return all(self._coordinator.gather("restore/offered", offered))
 
@@ -184,7 +190,35 @@ class Session:
         """Takes the note of `mark_unsafe` back."""
         (self._volume / _UNSAFE_FILE).unlink(missing_ok=True)
 
+    def condemn(self, paths: Sequence[Path]) -> None:
+        """Sees to it that bad shares of this node are not tried again; deletes nothing.
+
+        Call when nobody reads any more.
+        """
+        shares = [self._held[path] for path in paths if path in self._held]
+        for share in shares:
+            _events.happened(
+                "restore/condemned", level=logging.WARNING, step=share.step, path=str(share.path)
+            )
+        try:
+            if shares and self._config.enable_replicator:
+                condemned.take_note(self._volume, self._config.run_name, shares)
+            elif shares:
+                for path in {share.path for share in shares}:
+                    condemned.set_aside(path)
+        except OSError as error:
+            # It costs time at the next start, no more: every restore looks again.
+            _LOG.warning("bad shares stay in the volume %s: %s", self._volume, error)
+
     # Looking.
+
+    def _usable_shares(self, *, before_handshake: bool = False) -> Volume:
+        found, self._condemned = condemned.usable_shares(
+            self._volume,
+            self._config.run_name,
+            before_handshake=before_handshake and self._config.enable_replicator,
+        )
+        return found
 
     def _look(self) -> Choice:
         if self._choice is None:
@@ -195,7 +229,7 @@ class Session:
                 self._coordinator.agree(
                     "look at the volume", lambda: client.check_volume(self._volume)
                 )
-            self._inventory = take_inventory(self._volume, self._config.run_name)
+            self._inventory = self._usable_shares(before_handshake=self._answer is None)
             self._choice = Choice.from_json(
                 self._coordinator.decide("restore/inventory", self._summary(), self._chosen)
             )
@@ -225,14 +259,19 @@ class Session:
         """What was in memory and cannot be restored: damaged shares, and a step that is lost."""
         assert self._inventory is not None
         told = self._coordinator.gather(
-            "restore/notes", [self._unsafe_step(), self._inventory.damaged]
+            "restore/notes", [self._unsafe_step(), self._inventory.damaged, self._condemned]
         )
-        damaged = {process: texts for process, (_, texts) in enumerate(told) if texts}
-        notes = [
-            PassedOver(step=None, source=f"{_MEMORY} of {name}", reason="; ".join(texts))
-            for name, texts in zip(self._coordinator.names(damaged), damaged.values(), strict=True)
-        ]
-        lost = max((step for step, _ in told if step is not None), default=None)
+        concerned = {process: entry[1:] for process, entry in enumerate(told) if any(entry[1:])}
+        notes = []
+        names = self._coordinator.names(concerned)
+        for name, (bad, known) in zip(names, concerned.values(), strict=True):
+            source = f"{_MEMORY} of {name}"
+            if bad:
+                text = "; ".join(bad)
+                notes.append(PassedOver(step=None, source=source, reason=text, damaged=True))
+            if known:
+                notes.append(PassedOver(step=None, source=source, reason="; ".join(known)))
+        lost = max((step for step, *_ in told if step is not None), default=None)
         if lost is not None and not any(s.step >= lost and not s.gone for s in choice.saves):
             reason = "an earlier run read it from memory and ended before it had saved it again"
             notes.append(PassedOver(step=lost, source=_MEMORY, reason=reason))
@@ -316,8 +355,10 @@ class Session:
 
     def _answered(self, step: int) -> Iterator[Candidate]:
         answer = self.shake_hands()
-        inventory = take_inventory(self._volume, self._config.run_name)
-        own = {s.node_rank: LocalPlace(s.path) for s in inventory.shares if s.step == step}
+        inventory = self._usable_shares()
+        shares = [share for share in inventory.shares if share.step == step]
+        self._held |= {share.path: share for share in shares}
+        own = {share.node_rank: LocalPlace(share.path) for share in shares}
         rank = self._topology.node_rank
         fault = answer.fault
         if answer.step == step and answer.share is not None:
@@ -354,7 +395,7 @@ class Session:
                 return [self._pinned(share) for share in self._shares_of(save)]
             except FileNotFoundError:
                 # The replicator has moved it meanwhile: from `<step>` to `.save` to `.data`.
-                self._inventory = take_inventory(self._volume, self._config.run_name)
+                self._inventory = self._usable_shares()
         return []
 
     def _shares_of(self, save: Save) -> list[HeldShare]:
@@ -367,7 +408,9 @@ class Session:
         ]
 
     def _pinned(self, share: HeldShare) -> HeldShare:
-        return pin(share, self._volume) if self._config.enable_replicator else share
+        held = pin(share, self._volume) if self._config.enable_replicator else share
+        self._held[held.path] = share
+        return held
 
     def _in_backup(
         self, backups: _Backups, backup: Backup, step: int, wanted: int | None

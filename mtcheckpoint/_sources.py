@@ -14,7 +14,7 @@ from mtcheckpoint._reader import ReadPlan, plan_reads
 from mtcheckpoint._shares.contents import ShareContents, read_contents
 from mtcheckpoint._shares.layout import Layout, ranks_to_open
 from mtcheckpoint._shares.places import Place
-from mtcheckpoint._shares.seal import Summary, Verify
+from mtcheckpoint._shares.seal import Seal, Summary, Verify
 from mtcheckpoint._target import Target, resolve_target
 from mtcheckpoint.errors import ShareError, TierUnreadableError
 
@@ -85,6 +85,7 @@ class Sources:
         timeout_secs: float = 120.0,
         step: int | None = None,
         save: SaveSummary | None = None,
+        bad_places: list[Place] | None = None,
     ) -> None:
         """
         Args:
@@ -97,9 +98,11 @@ class Sources:
             step: of the save.
             save: what is known of the save, from another process; None: the first share that names
                 the step tells it when reads are planned.
+            bad_places: takes the places whose content is not what was saved.
         """
         self._step = step
         self._save = save
+        self._bad_places = bad_places if bad_places is not None else []
         self._verify = verify
         self._timeout_secs = timeout_secs
         self._places = {rank: list(copies) for rank, copies in places.items()}
@@ -129,6 +132,14 @@ class Sources:
                     ranks=share.seal.ranks if share.seal is not None else (),
                 )
         return None
+
+    def seals(self, step: int) -> dict[int, Seal]:
+        """The seals of the opened shares of `step`, by rank."""
+        return {
+            rank: share.seal
+            for rank, share in self._opened.items()
+            if share.seal is not None and share.seal.step == step
+        }
 
     def keep_only(self, save: SaveSummary) -> None:
         """Leaves out the opened shares that are not of this save, and those opened later."""
@@ -199,8 +210,11 @@ class Sources:
         if not named:
             named = {r for r, share in self._opened.items() if share.place.tier != "local"}
         for rank in named:
-            self._faults.append(f"{self._opened[rank].place.name}: {text}")
-            self._places[rank].remove(self._opened.pop(rank).place)
+            place = self._opened.pop(rank).place
+            self._faults.append(f"{place.name}: {text}")
+            self._places[rank].remove(place)
+            if place.name in text:
+                self._bad_places.append(place)
         return bool(named)
 
     def _open_for(self, plan: ReadPlan, target: Target, layout: Layout) -> bool:
@@ -231,22 +245,20 @@ class Sources:
                 share = read_contents(
                     place, self._context, verify=self._verify, timeout_secs=self._timeout_secs
                 )
-                self._check(share, rank)
-                self._opened[rank] = share
             except ShareError as error:
                 fault = str(error)
+                self._bad_places.append(place)
             except TierUnreadableError as error:
                 if place.tier == "backup":
                     raise  # whether the backup is whole cannot be told
                 fault = str(error)
             else:
-                return self._opened[rank]
+                foreign = self._save.fault_of(share, rank) if self._save is not None else None
+                if foreign is None:
+                    self._opened[rank] = share
+                    return share
+                fault = f"{place.name} {foreign}"
             _LOG.warning("left out: %s", fault)
             self._faults.append(fault)
             del self._places[rank][0]
         return None
-
-    def _check(self, share: ShareContents, rank: int) -> None:
-        fault = self._save.fault_of(share, rank) if self._save is not None else None
-        if fault is not None:
-            raise ShareError(f"{share.place.name} {fault}", place=share.place.name)

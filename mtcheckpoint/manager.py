@@ -109,7 +109,12 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
     # Restoring.
 
     def restore_latest(
-        self, abstract_state: Any = None, *, partial: bool = False, cast: Cast = "never"
+        self,
+        abstract_state: Any = None,
+        *,
+        partial: bool = False,
+        cast: Cast = "never",
+        strict: bool = False,
     ) -> RestoredState | None:
         """Restores the newest step that is whole, from memory or else from the backup.
 
@@ -124,19 +129,22 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
                 is left to the first `save`, which ends what the replicator does not offer.
             cast: which changes of element types are allowed: ``"never"``, ``"safe"`` (those that
                 lose nothing) or ``"lossy"``.
+            strict: raise at the first bad copy, instead of using another one or an older step.
 
         Returns:
             The restored state, the same step on all processes. None only when every tier was read
             and holds nothing for this job.
 
         Raises:
-            RestoreError: there is something, and nothing of it could be restored.
+            RestoreError: there is something, and nothing of it could be restored; or `strict`, and
+                a copy is bad.
             StructureMismatchError: `abstract_state` differs from what was saved.
             TierUnreadableError: a tier could not be read.
             HandshakeError: the replicator failed.
             WaitTimeoutError: a process, the replicator or a tier did not answer in time.
         """
-        return self._restore(Request(tree=abstract_state, partial=partial, cast=cast), None)
+        request = Request(tree=abstract_state, partial=partial, cast=cast, strict=strict)
+        return self._restore(request, None)
 
     def restore(self, step: int | None = None, args: Any = None) -> Any:
         """Restores a step, as Orbax's managers do.
@@ -180,6 +188,8 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
             self._decider.resume_after(restored.step)
             if not request.partial:
                 self._make_safe(restored)
+            # Only now: until all have the state, even a bad share may have a chunk that is good.
+            self._session.condemn(self._restorer.take_bad_paths())
         return restored
 
     def _make_safe(self, restored: RestoredState) -> None:

@@ -22,7 +22,7 @@ VOLUMES = 4
 TIMEOUT_SECS = 20.0
 LIMIT_SECS = 90.0
 # What may lie in a volume after a clean end, with a replicator and without.
-AT_REST = (r".*\.meta", r".*\.data", r".*\.restore", r"replicator\.prerestore")
+AT_REST = (r".*\.meta", r".*\.data", r".*\.restore", r"replicator\.(prerestore|errors)")
 CONDEMNED = (r".*\.condemned", r"mtcheckpoint\.condemned\.json")
 
 
@@ -99,7 +99,7 @@ class Game:
             kind=kind,
             die=die,
             victim=self.rng.randrange(self.nodes),
-            commits=self.rng.randrange(4),
+            commits=self.rng.randint(1, 5),
             delay=self.rng.choice([0.0, self.rng.random() * 0.3]),
         )
 
@@ -274,7 +274,8 @@ class Game:
         except Exception as error:
             if isinstance(error, Violation) or group is None:
                 raise
-            outputs = "\n".join(group.output(r)[-2500:] for r in range(self.nodes))
+            group._add_stacks(error)
+            outputs = "\n".join(group.output(r)[-6000:] for r in range(self.nodes))
             faults = [self.unfinished(r, -1) for r in range(self.nodes)]
             raise Violation(
                 f"{what}: {error}\n{faults}\n{self.log()[-2000:]}\n{outputs}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,12 @@ def train_on(manager: Any, mesh: Any, first: int, root: str, run: int) -> None:
 
     coordinator = job_coordinator("enough", timeout_secs=60)
     enough = Path(root) / "enough"
+    step_of_training = training_step(mesh)
     told: int | None = None
     for step in range(first, first + 1_000_000):
         if coordinator.lead(f"enough/{step}", enough.exists):
             break
-        coordinator.forget(f"enough/{step - 50}")
+        step_of_training()
         threading.Event().wait(STEP_SECONDS)
         extras = {"rank": jax.process_index(), "step": step, "run": run}
         # Reported before: it may be committed, and this process dead, when `save` returns.
@@ -111,6 +113,21 @@ def train_on(manager: Any, mesh: Any, first: int, root: str, run: int) -> None:
             report("committed", step=latest)
     manager.wait_until_finished()
     report("committed", step=manager.latest_step())
+
+
+def training_step(mesh: Any) -> Callable[[], None]:
+    """A step for which all processes are needed, so that none runs ahead."""
+    import jax
+    import jax.numpy as jnp
+
+    spread = jax.NamedSharding(mesh, jax.P(("data", "model")))
+    ones = jax.make_array_from_callback((DEVICES,), spread, lambda index: jnp.ones(1))
+    total = jax.jit(jnp.sum, out_shardings=jax.NamedSharding(mesh, jax.P()))
+
+    def step() -> None:
+        assert int(total(ones)) == DEVICES
+
+    return step
 
 
 def replicate(directories: list[str], backup: str, die: list[Any] | None) -> int:

@@ -1,0 +1,182 @@
+"""Bad copies are set aside and not tried again; `strict`; replicas that are not equal."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from replicator_cluster import embedded_cluster
+from restoring_clusters import run_job, same, wait_until_held
+from restoring_jobs import (
+    JOB,
+    alone,
+    config,
+    folder,
+    open_manager,
+    outcome,
+    rank,
+    restore_outcome,
+    save_alone,
+    summary,
+    together,
+    train,
+)
+
+from mtcheckpoint._handshake import files
+from mtcheckpoint._replicas import unequal_leaves, unequal_twins, uneven_groups
+from mtcheckpoint._shares.seal import Seal
+from mtcheckpoint.testing import abstract_state, case_mesh, case_state, ram_disk
+
+NODES = 2
+VICTIM = 1
+
+
+def damage_data(share: Path) -> None:
+    """Changes every data file, so that nothing of the share can be read."""
+    for file in (share / "state").rglob("d/*"):
+        file.write_bytes(bytes(len(file.read_bytes())))
+
+
+def names(volume: Path) -> list[str]:
+    return sorted(path.name for path in volume.iterdir())
+
+
+# Without a replicator.
+
+
+@pytest.fixture(scope="module")
+def found() -> Iterator[dict[str, list[dict[str, Any]]]]:
+    with ram_disk() as root:
+        results = run_job(without_a_replicator, NODES, str(root))
+        yield {name: [process[name] for process in results] for name in results[0]}
+
+
+def without_a_replicator(root: str) -> dict[str, Any]:
+    save_alone(f"{root}/saved", [1, 2])
+    found = {"unequal": unequal_replicas(root)}
+    for name in ("strict", "bad"):
+        shutil.copytree(folder(f"{root}/saved"), folder(f"{root}/{name}"))
+        if rank() == VICTIM:
+            damage_data(folder(f"{root}/{name}") / "2")
+    together("damaged")
+    found["strict"] = strictly(f"{root}/strict")
+    found["first"] = {**restore_outcome(alone(f"{root}/bad")), "left": names(folder(f"{root}/bad"))}
+    found["again"] = {**restore_outcome(alone(f"{root}/bad")), "left": names(folder(f"{root}/bad"))}
+    return found
+
+
+def strictly(root: str) -> dict[str, Any]:
+    target = abstract_state(case_state(case_mesh(), 0))
+
+    def attempt() -> dict[str, Any]:
+        with open_manager(alone(root)) as manager:
+            return summary(manager.restore_latest(target, strict=True))
+
+    return {**outcome(attempt), "left": names(folder(root))}
+
+
+def test_a_bad_step_directory_is_set_aside(found: dict[str, Any]) -> None:
+    assert same(found["first"], "step") == 1
+    assert found["first"][VICTIM]["left"] == ["1", "2.condemned"]
+    # The share of the other node is good: it stays.
+    assert found["first"][0]["left"] == ["1", "2"]
+
+
+def test_it_is_not_tried_again(found: dict[str, Any]) -> None:
+    assert same(found["again"], "step") == 1
+    reasons = [reason for _, _, reason in same(found["again"], "passed_over")]
+    assert any("2.condemned was found bad and set aside" in reason for reason in reasons)
+    assert not any("damaged" in reason or "not what was saved" in reason for reason in reasons)
+    assert found["again"][VICTIM]["left"] == ["1", "2.condemned"]
+
+
+def test_strict_raises_on_all_and_touches_nothing(found: dict[str, Any]) -> None:
+    assert same(found["strict"], "error") == "RestoreError"
+    for process in found["strict"]:
+        assert "step 2" in process["message"] and f"process {VICTIM}" in process["message"]
+        assert process["left"] == ["1", "2"]
+
+
+def unequal_replicas(root: str) -> dict[str, Any]:
+    """The replicas of one leaf differ when they are saved; another leaf is equal."""
+    sharding = jax.NamedSharding(case_mesh(), jax.P("model"))
+    own = np.arange(8, dtype=np.float32)
+    drifted = own + (rank() == VICTIM)
+
+    def array(values: np.ndarray) -> jax.Array:
+        places = sharding.addressable_devices_indices_map((8,))
+        parts = [jax.device_put(values[index], device) for device, index in places.items()]
+        return jax.make_array_from_single_device_arrays((8,), sharding, parts)
+
+    state = {"equal": array(own), "drifted": array(drifted)}
+    with open_manager(alone(f"{root}/unequal")) as manager:
+        assert manager.save(0, state, force=True)
+        manager.wait_until_finished()
+    with open_manager(alone(f"{root}/unequal")) as manager:
+        restored = manager.restore_latest(abstract_state(state))
+        assert restored is not None
+        return {"unequal": list(restored.report.unequal_replicas)}
+
+
+def test_replicas_that_differ_are_named_with_the_leaf(found: dict[str, Any]) -> None:
+    assert same(found["unequal"], "unequal") == ["leaf 'drifted': ranks 0, 1 differ"]
+
+
+# With a replicator.
+
+
+def test_with_a_replicator_a_bad_share_is_noted_and_replaced_at_the_next_start() -> None:
+    with ram_disk() as root, embedded_cluster(root, NODES, timeout_secs=30.0) as cluster:
+        run_job(train, NODES, str(root), {}, [2])
+        wait_until_held(cluster.volumes, 2)
+        volume = cluster.volumes[VICTIM]
+        meta = volume / files.ShareName(job=JOB, step=2, node_rank=VICTIM).meta
+        share = volume / files.data_name(meta.read_text())
+        damage_data(share)
+
+        first = run_job(restore_with_replicator, NODES, str(root))
+        assert same(first, "step", "tier") == [2, "peer"]
+        note = json.loads((volume / "mtcheckpoint.condemned.json").read_text())
+        assert meta.read_text() in note["shares"]
+        assert not (cluster.volumes[0] / "mtcheckpoint.condemned.json").exists()
+        assert share.is_dir(), "it belongs to the replicator"
+
+        again = run_job(restore_with_replicator, NODES, str(root))
+        assert same(again, "step", "tier") == [2, "peer"]  # brought anew, by the replicator
+        assert again[VICTIM]["bytes"].keys() == {"local"}
+        assert not (volume / "mtcheckpoint.condemned.json").exists()
+
+        third = run_job(restore_with_replicator, NODES, str(root))
+        assert same(third, "step", "tier") == [2, "local"]
+
+
+def restore_with_replicator(root: str) -> dict[str, Any]:
+    return restore_outcome(config(root))
+
+
+# Pure.
+
+
+def seal_of(**chunks: str) -> Seal:
+    sealed = {name: {(0,): (4, checksum)} for name, checksum in chunks.items()}
+    return Seal(step=1, save_id="a", leaves={}, chunks=sealed, files={})
+
+
+def test_leaves_are_compared_chunk_by_chunk() -> None:
+    seals = {0: seal_of(w="x", b="y"), 2: seal_of(w="z", b="y"), 3: seal_of(b="y")}
+    assert unequal_leaves(seals) == {("w", (0, 2))}
+
+
+def test_twins_are_told_from_summaries() -> None:
+    ranks = [("half 0", "x"), ("half 1", "y"), ("half 0", "x"), ("half 1", "z")]
+    assert uneven_groups(ranks) == [(1, 3)]
+    leaves = {1: {"w": "1", "b": "1"}, 3: {"w": "2", "b": "1"}}
+    assert unequal_twins([(1, 3)], leaves) == {("w", (1, 3))}
+    # Somebody's seal could not be read: the ranks are named all the same.
+    assert unequal_twins([(1, 3)], {1: {"w": "1"}}) == {("?", (1, 3))}
