@@ -1,4 +1,4 @@
-"""Replicas that should be equal and are not, told from the seals of their shares. Pure."""
+"""Replicas that should be equal and are not, told from the seals of their shares."""
 
 from __future__ import annotations
 
