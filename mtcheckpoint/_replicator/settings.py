@@ -65,7 +65,10 @@ def parse_settings(text: str, environment: Mapping[str, str] | None = None) -> R
         ReplicatorConfigError: a key is unknown, missing, of the wrong type, out of range, or
             contradicts another. The message names it.
     """
-    values = _expand(_load(text), os.environ if environment is None else environment)
+    try:
+        values = _expand(_load(text), os.environ if environment is None else environment)
+    except RecursionError as error:
+        raise ReplicatorConfigError("replicator.yaml is nested too deeply") from error
     _check_keys(values)
     nodes = _integer(values, "nodes", low=1)
     rank = _integer(values, "node-rank", low=0, high=nodes - 1)

@@ -171,7 +171,7 @@ def decode_extras(value: Any) -> Any:
     """The inverse of `encode_extras`; tuples come back as lists."""
     if isinstance(value, dict):
         if set(value) == {_BYTES_KEY}:
-            return base64.b64decode(value[_BYTES_KEY])
+            return base64.b64decode(value[_BYTES_KEY], validate=True)
         return {key: decode_extras(item) for key, item in value.items()}
     if isinstance(value, list):
         return [decode_extras(item) for item in value]
