@@ -41,6 +41,15 @@ import pytest  # noqa: E402
 _MEMORY = Path("/dev/shm")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long runs are for ``-m soak`` only."""
+    if "soak" in config.option.markexpr:
+        return
+    for item in items:
+        if item.get_closest_marker("soak"):
+            item.add_marker(pytest.mark.skip(reason="a long run: pytest -m soak"))
+
+
 @pytest.fixture
 def volume_root(tmp_path: Path) -> Iterator[Path]:
     """A fresh folder in memory, as a node's RAM disk is; on disk where there is no tmpfs."""
