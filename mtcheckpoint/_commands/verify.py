@@ -50,7 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     out = Console(highlight=False, markup=False, soft_wrap=True)
     verdicts = []
-    with _progress() as (on_total, on_bytes):
+    # Where lines and bar share a terminal, one console must draw both.
+    bar = out if out.is_terminal and not arguments.json else Console(stderr=True)
+    with _progress(bar) as (on_total, on_bytes):
         for verdict in verify_places(
             arguments.places,
             timeout_secs=arguments.timeout,
@@ -70,12 +72,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """A bar of bytes on a terminal, on standard error; nothing elsewhere."""
+def _progress(
+    console: Console,
+) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+    """A bar of bytes on a terminal; nothing elsewhere."""
     from rich import progress
-    from rich.console import Console
 
-    console = Console(stderr=True)
     columns = (
         progress.TextColumn("reading"),
         progress.BarColumn(),
@@ -98,7 +100,7 @@ def _show(verdict: Verdict, out: Console) -> None:
     whose = [] if verdict.job is None else [verdict.job]
     whose += [] if verdict.step is None else [f"step {verdict.step}"]
     whose += [] if verdict.rank is None else [f"rank {verdict.rank}"]
-    read = f"{verdict.chunks} chunks, {verdict.bytes:,} bytes"
+    read = f"{_counted(verdict.chunks, 'chunk')}, {verdict.bytes:,} bytes"
     said = verdict.faults or ([read] if verdict.state == "good" else ["nothing to compare with"])
     where = f"{verdict.place} ({', '.join(whose)})" if whose else verdict.place
     for text in said:
@@ -112,7 +114,11 @@ def _summary(verdicts: Sequence[Verdict], places: Sequence[str]) -> str:
     counts = collections.Counter(verdict.state for verdict in verdicts)
     listed = ", ".join(f"{counts[state]} {state}" for state in sorted(counts))
     size_bytes = sum(verdict.bytes for verdict in verdicts)
-    return f"{len(verdicts)} shares: {listed}; {size_bytes:,} bytes read"
+    return f"{_counted(len(verdicts), 'share')}: {listed}; {size_bytes:,} bytes read"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _positive_seconds(text: str) -> float:
