@@ -29,16 +29,26 @@ class Fault:
         status: the answer; None: that of the server.
         times: how often; None: always.
         delay_secs: before the answer.
+        method: only requests of this method; None: of any.
+        body: only requests with these bytes in the body.
+        harm: ``"reset"``: no answer, and the server hears nothing; ``"lose"``: no answer, though
+            the server has done it; ``"cut"``: half an answer; ``"corrupt"``: one byte is another
+            in what is sent (POST) or answered (GET).
     """
 
     path: str
     status: int | None = None
     times: int | None = None
     delay_secs: float = 0.0
+    method: str | None = None
+    body: bytes = b""
+    harm: str | None = None
     hits: int = 0
 
-    def applies(self, path: str) -> bool:
+    def applies(self, path: str, method: str = "GET", body: bytes = b"") -> bool:
         if not re.search(self.path, path) or self.times == self.hits:
+            return False
+        if self.method not in (None, method) or self.body not in body:
             return False
         self.hits += 1
         return True
@@ -86,23 +96,48 @@ class FaultyProxy:
             await self._stop.wait()
             await runner.cleanup()
 
-    async def _answer(self, request: web.Request) -> web.Response:
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
         path = request.rel_url.raw_path_qs
         self.methods.add(request.method)
+        body = await request.read()
         for fault in self.faults:
-            if fault.applies(path):
+            if fault.applies(path, request.method, body):
                 await asyncio.sleep(fault.delay_secs)
                 if fault.status is not None:
                     error = {"error": {"code": fault.status, "message": "made by the proxy"}}
                     return web.json_response(error, status=fault.status)
-        return await self._pass_on(request, path)
+                if fault.harm is not None:
+                    return await self._harm(request, path, body, fault.harm)
+        return await self._pass_on(request, path, body)
 
-    async def _pass_on(self, request: web.Request, path: str) -> web.Response:
+    async def _harm(
+        self, request: web.Request, path: str, body: bytes, harm: str
+    ) -> web.StreamResponse:
+        if harm == "corrupt" and request.method != "GET":
+            return await self._pass_on(request, path, _other_byte(body))
+        answer = None if harm == "reset" else await self._pass_on(request, path, body)
+        if harm == "corrupt" and answer is not None:
+            answer.body = _other_byte(answer.body)
+            return answer
+        if harm == "cut" and answer is not None:
+            headers = {**answer.headers, "Content-Length": str(len(answer.body))}
+            half = web.StreamResponse(status=answer.status, headers=headers)
+            await half.prepare(request)
+            await half.write(answer.body[: len(answer.body) // 2])
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response(status=500)
+
+    async def _pass_on(self, request: web.Request, path: str, body: bytes) -> web.Response:
         url = yarl.URL(self._upstream + path, encoded=True)
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _NOT_PASSED_ON}
-        body = await request.read()
         async with self._session.request(
             request.method, url, headers=headers, data=body, allow_redirects=False
         ) as answer:
             kept = {k: v for k, v in answer.headers.items() if k.lower() not in _NOT_PASSED_ON}
             return web.Response(status=answer.status, headers=kept, body=await answer.read())
+
+
+def _other_byte(body: bytes) -> bytes:
+    middle = len(body) * 2 // 3
+    return body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]

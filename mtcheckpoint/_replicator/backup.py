@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import fsspec.config
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
@@ -25,6 +26,8 @@ __all__ = ["BackupStore", "retried"]
 _PARALLEL_FILES = 4
 _ATTEMPTS = 5
 _FIRST_BACKOFF_SECONDS = 0.25
+# Of one request, which carries at most 50 MB.
+_REQUEST_SECONDS = 120.0
 
 _T = TypeVar("_T")
 
@@ -72,8 +75,7 @@ class BackupStore:
     """
 
     def __init__(self, url: str, clock: Clock) -> None:
-        # Listings of others' writes must not come from a cache.
-        self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        self._fs, root = fsspec.core.url_to_fs(url, **_options(url))
         self._root = root.rstrip("/")
         self._renames = isinstance(self._fs, LocalFileSystem)
         self._clock = clock
@@ -202,6 +204,16 @@ class BackupStore:
 
     def _path(self, *parts: str) -> str:
         return "/".join((self._root, *parts))
+
+
+def _options(url: str) -> dict[str, Any]:
+    # Listings of others' writes must not come from a cache.
+    options: dict[str, Any] = {"use_listings_cache": False}
+    if url.startswith(("gs://", "gcs://")):
+        # gcsfs compares no checksums and sets no limit by itself.
+        ours = {"consistency": "md5", "requests_timeout": _REQUEST_SECONDS}
+        options |= {**ours, **fsspec.config.conf.get("gcs", {})}
+    return options
 
 
 def _files_below(source: Path) -> Iterator[Path]:
