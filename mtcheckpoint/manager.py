@@ -332,13 +332,16 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
         return epath.Path(self._volume)
 
     def all_steps(self, read: bool = False) -> Sequence[int]:
-        """Steps that can be restored or were saved in this run, oldest first.
+        """Steps that can be restored, and once this run has begun to save, those that it saved.
 
         Args:
-            read: list the tiers again.
+            read: list the tiers, on all processes, whether saves have begun or not.
         """
-        if self._steps and not read:
-            return tuple(self._steps)
+        # From the first save on without the others: one process may know of a commit before another
+        # does, and would not take part in looking.
+        if self._saver is not None and not read:
+            known = () if self._restored_step is None else (self._restored_step,)
+            return tuple(self._steps) or known
         return tuple(sorted({*self._session.restorable_steps(), *self._steps}))
 
     def latest_step(self) -> int | None:
@@ -348,6 +351,7 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
             return self._steps[-1]
         if self._restored_step is not None:
             return self._restored_step
+        # None while the first save is on its way: see `all_steps`.
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:

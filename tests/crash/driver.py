@@ -35,7 +35,8 @@ class Strike:
     """How a run ends.
 
     Attributes:
-        kind: ``kill``, ``point``, ``replicator`` (killed first), ``replicator point``, or ``end``.
+        kind: ``kill``, ``point``, ``full`` (the victim's disk, and killed later), ``replicator``
+            (killed first), ``replicator point``, or ``end``.
         die: the point, for processes that die at one.
         victim: the rank that is struck.
         commits: committed steps to wait for.
@@ -66,6 +67,8 @@ class Game:
         self.volumes = [root / f"node{index}" for index in range(VOLUMES)]
         for volume in self.volumes:
             volume.mkdir()
+        # Small disks are full soon. The replicator would end with them.
+        self.mounted = [v for v in self.volumes if not self.replicated and mount(v)]
         self.replicator: subprocess.Popen[bytes] | None = None
         self.starts = 0
 
@@ -78,6 +81,8 @@ class Game:
                     self.harm()
         finally:
             self.kill_replicator()
+            for volume in self.mounted:
+                subprocess.run(["umount", str(volume)], check=True)
 
     def tell(self, text: str) -> None:
         self.story.append(text)
@@ -88,10 +93,13 @@ class Game:
         kinds = ["kill", "kill", "point", "point", "point", "end"]
         if self.replicated:
             kinds += ["replicator", "replicator point"]
+        if self.mounted:
+            kinds += ["full", "full"]
         kind = self.rng.choice(kinds)
         die: list[Any] | None = None
         if kind == "point":
-            named = [*points.TRAINING, *points.STARTING]
+            # In the first run there is nothing to read.
+            named = [*points.TRAINING, *(points.STARTING if self.saved else ())]
             die = self.a_pass_of(named)
         elif kind == "replicator point":
             die = self.a_pass_of([*points.REPLICATOR])
@@ -125,6 +133,7 @@ class Game:
             self.start_replicator(strike.die if strike.kind == "replicator point" else None)
         options = {
             "die": strike.die if strike.kind == "point" else None,
+            "full": strike.commits if strike.kind == "full" else None,
             "victim": strike.victim,
             "run": number,
             "replicated": self.replicated,
@@ -152,7 +161,9 @@ class Game:
         if self.failed(group):
             self.start_anew()
             return
-        if not self.wait(group, strike, lambda: self.commits(group) >= strike.commits):
+        # Beyond a full disk there are commits again.
+        wanted = strike.commits + (2 if strike.kind == "full" else 0)
+        if not self.wait(group, strike, lambda: self.commits(group) >= wanted):
             self.tell(f"struck after {self.commits(group)} commits")
             return
         if strike.kind in ("point", "replicator point"):
@@ -164,7 +175,7 @@ class Game:
         if strike.kind == "replicator":
             self.kill_replicator()
             pause(self.rng.random())
-        if strike.kind == "kill":
+        if strike.kind in ("kill", "full"):
             group.kill(strike.victim)
             pause(self.rng.choice([0.0, 0.2]))
         self.tell(f"ends after {self.commits(group)} commits")
@@ -190,9 +201,14 @@ class Game:
         return False
 
     def check_alive(self, group: ProcessGroup) -> None:
-        for rank in range(self.nodes):
-            if group.poll()[rank] is not None or "Traceback" in group.output(rank):
-                raise Violation(f"process {rank} ended by itself:\n{group.output(rank)[-3000:]}")
+        for rank, process in enumerate(group._processes):
+            fault = process.fault()
+            if process.finished() and not any(
+                "error" in e.fields for e in group.events(rank) if e.name == "restored"
+            ):
+                fault = fault or f"finished by itself: {process.outcome()}"
+            if fault is not None:
+                raise Violation(f"process {rank}: {fault}\n{group.output(rank)[-3000:]}")
 
     def have_all(self, group: ProcessGroup, name: str) -> bool:
         return all(any(e.name == name for e in group.events(r)) for r in range(self.nodes))
@@ -327,6 +343,15 @@ class Game:
             self.replicator.send_signal(signal.SIGKILL)
             self.replicator.wait(30)
             self.replicator = None
+
+
+def mount(volume: Path) -> bool:
+    """A small tmpfs of its own, where that is allowed."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "mtcheckpoint-crash", str(volume)]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=30).returncode == 0
+    except OSError:
+        return False
 
 
 def pause(seconds: float) -> None:

@@ -6,11 +6,14 @@ functions in the process that is to die; nothing of this is in the library.
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib
 import os
 import signal
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 # By name: module, class ("" for a function of the module), function.
@@ -40,6 +43,7 @@ REPLICATOR = {
     "upload meta": ("mtcheckpoint._replicator.backup", "BackupStore", "upload_meta"),
     "move": ("mtcheckpoint._replicator.backup", "BackupStore", "_move_into_place"),
 }
+FULL_SECONDS = 0.5
 ALL = {**TRAINING, **STARTING, **REPLICATOR}
 
 
@@ -65,6 +69,34 @@ def arm(spec: Sequence[Any] | None) -> None:
         return result
 
     setattr(owner, name, wrapped)
+
+
+def fill_the_disk(volume: Path, number: int) -> None:
+    """From the nth share on, the volume is full for a while."""
+    from mtcheckpoint._orbax import ShareWriter
+
+    original = ShareWriter.write
+    passes = iter(range(1, 1_000_000))
+    filler = volume / "filler"
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **keywords: Any) -> Any:
+        if next(passes) == number:
+            fill(filler)
+            threading.Timer(FULL_SECONDS, filler.unlink).start()
+        return original(*args, **keywords)
+
+    ShareWriter.write = wrapped  # type: ignore[method-assign]
+
+
+def fill(filler: Path) -> None:
+    with open(filler, "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"x" * 4096)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
 
 
 def die() -> None:

@@ -28,6 +28,8 @@ def train(root: str, options: dict[str, Any]) -> None:
     place = this_process()
     assert place is not None
     points.arm(options["die"] if options["victim"] == place.rank else None)
+    if options["full"] is not None and options["victim"] == place.rank:
+        points.fill_the_disk(Path(root) / f"node{place.rank}", options["full"])
     every_step_is_backed_up()
     settings = mtc.CheckpointConfig(
         enable_multi_tier_checkpointing=True,
@@ -38,6 +40,9 @@ def train(root: str, options: dict[str, Any]) -> None:
         run_name=JOB,
         timeout_secs=options["timeout_secs"],
         enable_replicator=options["replicated"],
+        # A disk that is full for a while, and no more than that.
+        on_save_error="warn" if options["full"] is not None else "raise",
+        save_error_budget=1000,
         max_num_checkpoints_to_keep=None if options["replicated"] else 2,
     )
     nodes = jax.process_count()
