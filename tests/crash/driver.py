@@ -186,10 +186,12 @@ class Game:
         def seen() -> bool | None:
             if look():
                 return True
-            if self.is_struck(group, strike):
-                return False
-            self.check_alive(group)
-            return None
+            try:
+                self.check_alive(group)
+            except Violation:
+                if not self.is_struck(group, strike):
+                    raise
+            return False if self.is_struck(group, strike) else None
 
         return self.eventually(seen, f"run with {strike}", group)
 
