@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from mtcheckpoint._initialize import initialize as initialize
     from mtcheckpoint._persistent import create_checkpoint_manager as create_checkpoint_manager
     from mtcheckpoint._replicator.embedded import EmbeddedReplicator as EmbeddedReplicator
-    from mtcheckpoint._restorer import PassedOver as PassedOver
-    from mtcheckpoint._restorer import RestoredState as RestoredState
-    from mtcheckpoint._restorer import RestoreReport as RestoreReport
+    from mtcheckpoint._restored import PassedOver as PassedOver
+    from mtcheckpoint._restored import RestoredState as RestoredState
+    from mtcheckpoint._restored import RestoreReport as RestoreReport
     from mtcheckpoint.config import CheckpointConfig as CheckpointConfig
     from mtcheckpoint.manager import ReplicatedCheckpointManager as ReplicatedCheckpointManager
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "CheckpointConfig": "mtcheckpoint.config",
     "EmbeddedReplicator": "mtcheckpoint._replicator.embedded",
-    "PassedOver": "mtcheckpoint._restorer",
+    "PassedOver": "mtcheckpoint._restored",
     "ReplicatedCheckpointManager": "mtcheckpoint.manager",
-    "RestoreReport": "mtcheckpoint._restorer",
-    "RestoredState": "mtcheckpoint._restorer",
+    "RestoreReport": "mtcheckpoint._restored",
+    "RestoredState": "mtcheckpoint._restored",
     "create_checkpoint_manager": "mtcheckpoint._persistent",
     "initialize": "mtcheckpoint._initialize",
     "spread_extras": "mtcheckpoint._extras",

@@ -20,13 +20,13 @@ from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._reader import ReadPlan, read_state, tensorstore_context
 from mtcheckpoint._replicas import leaf_digests, unequal_leaves, unequal_twins, uneven_groups
 from mtcheckpoint._restore import box_shape
+from mtcheckpoint._restored import Candidate, PassedOver, Request, RestoredState, RestoreReport
 from mtcheckpoint._shares.contents import read_extras
 from mtcheckpoint._shares.identity import decode_extras
 from mtcheckpoint._shares.peers import ShareServer
 from mtcheckpoint._shares.places import LocalPlace, PeerPlace, Place, Tier, farthest
 from mtcheckpoint._shares.seal import Verify
 from mtcheckpoint._sources import SaveSummary, Sources
-from mtcheckpoint._target import Cast
 from mtcheckpoint.errors import (
     MtCheckpointError,
     RestoreError,
@@ -36,117 +36,12 @@ from mtcheckpoint.errors import (
     WaitTimeoutError,
 )
 
-__all__ = ["Candidate", "PassedOver", "RestoreReport", "RestoredState", "Restorer"]
+__all__ = ["Restorer"]
 
 _T = TypeVar("_T")
 
 # A bad copy is found while reading; each round leaves out those that were found.
 _READ_ROUNDS = 4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PassedOver:
-    """A candidate that was not restored.
-
-    Attributes:
-        step: its step; None when that is not known.
-        source: where it lies.
-        reason: what is wrong with it, by process.
-        damaged: whether a copy was bad; False for one that is only incomplete.
-    """
-
-    step: int | None
-    source: str
-    reason: str
-    damaged: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RestoreReport:
-    """How a restore went.
-
-    Attributes:
-        seconds: by phase, on this process.
-        bytes_by_tier: bytes that this process read, by tier.
-        passed_over: newer candidates that could not be restored, and why.
-        left_out: copies of what was restored that could not be used on this process, and why.
-        unverified: shares that were read and have no seal, for Orbax itself wrote them, or because
-            ``verify`` is not ``"full"``.
-        unequal_replicas: leaves of which several ranks had saved the same part, and not the same
-            content, with those ranks; as far as the shares that were read tell, and, for
-            data-parallel replicas that hold the same parts, of all.
-    """
-
-    seconds: Mapping[str, float]
-    bytes_by_tier: Mapping[Tier, int]
-    passed_over: tuple[PassedOver, ...]
-    left_out: tuple[str, ...] = ()
-    unverified: tuple[str, ...] = ()
-    unequal_replicas: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RestoredState:
-    """A state that came back.
-
-    Attributes:
-        step: the step it is of.
-        state: the tree that was asked for.
-        tier: the farthest place that a part of it came from on any process: ``"local"`` memory,
-            a ``"peer"``'s, or the ``"backup"``.
-        extras: the extras of every process of the run that saved it, in rank order.
-        report: how it went.
-    """
-
-    step: int
-    state: Any
-    tier: Tier
-    extras: tuple[Mapping[str, Any], ...]
-    report: RestoreReport
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
-    """A save that may be whole somewhere.
-
-    Attributes:
-        step: its step.
-        source: where it lies, for people.
-        arrived_from: the tier that this process's shares came from before this restore.
-        own_rank: the rank whose share this process needs if nothing has changed.
-        own: shares in this process's volume, by the rank that wrote them.
-        served: whether the processes serve their own shares to each other.
-        gone: ranks whose shares are known to be nowhere.
-        backup: finds the places of all shares in a backup, by rank; None in memory.
-        fault: why this process's share is known to be bad.
-    """
-
-    step: int
-    source: str
-    arrived_from: Tier
-    own_rank: int
-    own: Mapping[int, LocalPlace] = dataclasses.field(default_factory=dict)
-    served: bool = False
-    gone: tuple[int, ...] = ()
-    backup: Callable[[], Mapping[int, Place]] | None = None
-    fault: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """What is wanted.
-
-    Attributes:
-        tree: see `_target.resolve_target`.
-        partial: leaves of the save that `tree` does not name are left where they are.
-        cast: which changes of element types are allowed.
-        strict: a bad copy is an error, though there may be others.
-    """
-
-    tree: Any
-    partial: bool = False
-    cast: Cast = "never"
-    strict: bool = False
 
 
 class Restorer:

@@ -20,7 +20,7 @@ from mtcheckpoint._choice import Choice, Save, VolumeSummary, choose
 from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._handshake import client
 from mtcheckpoint._preflight import check_before_first_step
-from mtcheckpoint._restorer import Candidate, PassedOver
+from mtcheckpoint._restored import Candidate, PassedOver
 from mtcheckpoint._shares import condemned
 from mtcheckpoint._shares.backups import Backup, BackupRoot
 from mtcheckpoint._shares.inventory import PIN_FOLDER, HeldShare, Volume, pin

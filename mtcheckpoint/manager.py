@@ -18,7 +18,8 @@ from mtcheckpoint import _jax, _orbax, _policy, _topology
 from mtcheckpoint._coordination import job_coordinator
 from mtcheckpoint._decider import Decider, Decision, policy_of
 from mtcheckpoint._handshake.client import ReplicatorWatch
-from mtcheckpoint._restorer import Request, RestoredState, Restorer
+from mtcheckpoint._restored import Request, RestoredState
+from mtcheckpoint._restorer import Restorer
 from mtcheckpoint._saver import Saver, SaveRequest
 from mtcheckpoint._session import Session
 from mtcheckpoint._shares.identity import Identity, encode_extras

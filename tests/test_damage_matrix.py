@@ -21,7 +21,8 @@ from restoring_jobs import alone, extras_of, open_manager
 
 from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._jax import MemoryStore
-from mtcheckpoint._restorer import Candidate, Request, Restorer
+from mtcheckpoint._restored import Candidate, Request
+from mtcheckpoint._restorer import Restorer
 from mtcheckpoint._shares.peers import ShareServer
 from mtcheckpoint._shares.places import LocalPlace, PeerPlace, Place
 from mtcheckpoint._shares.shardings import SHARDINGS_FILE
