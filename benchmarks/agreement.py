@@ -53,7 +53,8 @@ def _rounds(nodes: int) -> list[_Round]:
     ]
     token = "t" * 43
     return [
-        said("look at the volume", None),
+        said("preflight", []),
+        said("preflight/clocks", 1_800_000_000.123456),
         inventory,
         said("restore/notes", [None, []]),
         said("hold shares", None),
@@ -66,6 +67,7 @@ def _rounds(nodes: int) -> list[_Round]:
         said("restore/plan with others", [None, "", ""]),
         said("restore/missing", ""),
         said("restore/read", ["", False]),
+        said("restore/replicas", [None, False]),
         said("restore/tier", "peer"),
         said("restore/served", None),
     ]

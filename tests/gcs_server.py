@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import json
 import os
-import signal
 import socket
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +20,12 @@ from mtcheckpoint.errors import WaitTimeoutError
 
 # Orbax remembers buckets by name, with the address of the server that it first saw them on.
 _BUCKETS = (f"bucket-{os.getpid()}-{number}" for number in itertools.count())
-_PR_SET_PDEATHSIG = 1
+# The server goes with the tests, even when they are killed: 1 is PR_SET_PDEATHSIG, 15 SIGTERM.
+_DIE_WITH_PARENT = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 @contextlib.contextmanager
@@ -87,6 +91,8 @@ def _comes_up(url: str, server: subprocess.Popen[bytes]) -> bool:
 def _start(port: int, url: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [
+            # Not by preexec_fn: that forks this process, which JAX has given threads.
+            *(sys.executable, "-c", _DIE_WITH_PARENT),
             str(_server._get_binary_path()),
             *("-scheme", "http", "-host", "127.0.0.1", "-port", str(port)),
             *("-external-url", url, "-public-host", f"127.0.0.1:{port}"),
@@ -94,8 +100,6 @@ def _start(port: int, url: str) -> subprocess.Popen[bytes]:
         ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        # The server goes with the tests, even when they are killed.
-        preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
     )
 
 

@@ -18,6 +18,8 @@ import restoring_jobs as jobs
 import mtcheckpoint as mtc
 from mtcheckpoint.testing import abstract_state, case_mesh, case_state, ram_disk, run_processes
 
+pytestmark = pytest.mark.extended
+
 # Decisions.
 
 

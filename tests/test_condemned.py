@@ -33,6 +33,8 @@ from mtcheckpoint._replicas import unequal_leaves, unequal_twins, uneven_groups
 from mtcheckpoint._shares.seal import Seal
 from mtcheckpoint.testing import abstract_state, case_mesh, case_state, ram_disk
 
+pytestmark = pytest.mark.extended
+
 NODES = 2
 VICTIM = 1
 

@@ -12,6 +12,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from tests.crash.driver import play
 
+pytestmark = pytest.mark.extended
+
 SEEDS = int(os.environ.get("MTCHECKPOINT_CRASH_SEEDS", "20"))
 
 

@@ -23,6 +23,8 @@ from restoring_jobs import environment_of, together
 from mtcheckpoint._handshake import files
 from mtcheckpoint.testing import ram_disk
 
+pytestmark = pytest.mark.extended
+
 NODES = 4
 STEP, OLDER_STEP = 4, 3
 DAMAGED, HALF, GOOD, OLDER = (f"2031-01-0{day}_00-00" for day in (4, 3, 2, 1))

@@ -24,6 +24,8 @@ from mtcheckpoint import _saver, _session, manager
 from mtcheckpoint.errors import RestoreError
 from mtcheckpoint.testing import ProcessGroup, report
 
+pytestmark = pytest.mark.extended
+
 NODES = 4
 BACKUP = "2031-01-02_00-00"
 

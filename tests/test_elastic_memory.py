@@ -15,6 +15,8 @@ import pytest
 from elastic_jobs import Run
 from restoring_clusters import REPLICATORS, run_job, same, start_replicator, wait_until_held
 
+pytestmark = pytest.mark.extended
+
 NODES = 4
 
 

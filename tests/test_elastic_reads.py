@@ -235,7 +235,8 @@ def test_a_restore_in_the_middle_of_a_run_keeps_no_memory(volume_root: Path) -> 
             assert not (volume / "mtcheckpoint.pinned").exists()
             elastic_jobs.save(manager, dataclasses.replace(ALONE, steps=[3, 4]))
         wait_until_held([volume], 4, [[0]])
-        assert size_bytes(volume) <= 1.1 * size
+        # Shares of a tiny state differ by a tenth; one that is held fast would double it.
+        assert size_bytes(volume) <= 1.5 * size
         assert contents(volume)
 
 

@@ -29,6 +29,8 @@ from mtcheckpoint.testing import (
     run_processes,
 )
 
+pytestmark = pytest.mark.extended
+
 # It stops in mid-training.
 
 

@@ -19,6 +19,8 @@ from replicator_cluster import EmbeddedCluster, Job, eventually
 
 from mtcheckpoint._replicator.backup import retried
 
+pytestmark = pytest.mark.extended
+
 SWAP = [[1], [0]]
 UPLOAD = "/upload/"
 DATA, META = b".data/", b".meta"

@@ -25,6 +25,8 @@ from restoring_jobs import (
 from mtcheckpoint._handshake import files
 from mtcheckpoint.testing import ram_disk
 
+pytestmark = pytest.mark.extended
+
 NODES = 4
 STEP, OLDER_STEP = 4, 3
 NEWEST, NEWER, GOOD, OLDER = (f"2031-01-0{day}_00-00" for day in (4, 3, 2, 1))

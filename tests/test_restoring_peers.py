@@ -19,6 +19,8 @@ from mtcheckpoint import _restorer
 from mtcheckpoint._shares.peers import ShareServer
 from mtcheckpoint.testing import ProcessGroup, case_mesh, ram_disk, report
 
+pytestmark = pytest.mark.extended
+
 NODES = 2
 FAULTY = 1
 STEP = 3

@@ -21,6 +21,8 @@ from mtcheckpoint._handshake import files
 from mtcheckpoint._shares.volume import KeptSteps, ReplicatedSteps, free_bytes
 from mtcheckpoint.testing import NodeDirectories, ProcessGroup, run_processes
 
+pytestmark = pytest.mark.extended
+
 _MIB = 1 << 20
 
 

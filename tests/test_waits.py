@@ -22,6 +22,8 @@ from replicator_cluster import eventually
 from mtcheckpoint._jax import _ANSWER_SECONDS
 from mtcheckpoint.testing import ram_disk
 
+pytestmark = pytest.mark.extended
+
 PACKAGE = Path(__file__).parents[1] / "mtcheckpoint"
 
 # Every wait of a frozen job may run into its limit, and the store's too; the machine may be busy.
