@@ -114,7 +114,7 @@ def digest_of(data: np.ndarray[Any, Any] | bytes) -> str:
     if isinstance(data, bytes):
         return xxhash.xxh3_128_hexdigest(data)
     flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-    return xxhash.xxh3_128_hexdigest(flat)
+    return xxhash.xxh3_128_hexdigest(flat.data)
 
 
 def seal_share(
