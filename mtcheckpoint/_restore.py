@@ -10,6 +10,7 @@ __all__ = [
     "Box",
     "Chunk",
     "LeafPlan",
+    "box_of",
     "box_shape",
     "chunks_touching",
     "plan_leaf",
@@ -30,6 +31,14 @@ class LeafPlan:
 
     sources: Mapping[Chunk, int]
     missing: tuple[Chunk, ...]
+
+
+def box_of(index: Iterable[slice], shape: Sequence[int]) -> Box:
+    """The box that an index of slices cuts out of an array of this shape."""
+    return tuple(
+        (part.indices(size)[0], part.indices(size)[1])
+        for part, size in zip(index, shape, strict=True)
+    )
 
 
 def box_shape(box: Box) -> tuple[int, ...]:

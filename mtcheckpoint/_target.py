@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from mtcheckpoint._jax import key_implementation
-from mtcheckpoint._restore import Box
+from mtcheckpoint._restore import Box, box_of
 from mtcheckpoint._shares.contents import Leaf, ShareContents
 from mtcheckpoint._trees import flatten_named
 from mtcheckpoint.errors import StructureMismatchError
@@ -51,7 +51,7 @@ class TargetLeaf:
         if self.sharding is None:
             return {None: tuple((0, size) for size in shape)}
         placed = self.sharding.addressable_devices_indices_map(shape)
-        return {device: _box(index, shape) for device, index in placed.items()}
+        return {device: box_of(index, shape) for device, index in placed.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -284,13 +284,6 @@ def _axes(part: Any) -> tuple[str, ...] | None:
     if part is None:
         return None
     return (part,) if isinstance(part, str) else tuple(part)
-
-
-def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    return tuple(
-        (part.indices(size)[0], part.indices(size)[1])
-        for part, size in zip(index, shape, strict=True)
-    )
 
 
 _EMPTY: dict[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": ()}

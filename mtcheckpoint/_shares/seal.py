@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import xxhash
 
-from mtcheckpoint._restore import Box, Chunk, chunks_touching
+from mtcheckpoint._restore import Box, Chunk, box_of, chunks_touching
 from mtcheckpoint._shares.identity import OWN_FOLDER
 from mtcheckpoint._trees import flatten_named
 from mtcheckpoint.errors import ShareError
@@ -205,10 +205,7 @@ def _pieces(leaf: Any) -> dict[Box, np.ndarray[Any, Any]]:
         leaf = jax.random.key_data(leaf)
     found: dict[Box, np.ndarray[Any, Any]] = {}
     for shard in leaf.addressable_shards:
-        box = tuple(
-            (part.indices(size)[0], part.indices(size)[1])
-            for part, size in zip(shard.index, leaf.shape, strict=True)
-        )
+        box = box_of(shard.index, leaf.shape)
         if box not in found:
             found[box] = np.asarray(shard.data)
     return found
