@@ -104,6 +104,29 @@ def test_a_pinned_share_outlives_its_directory(volume_root: Path) -> None:
     assert pin(held, volume_root) == pinned, "held already"
 
 
+def test_what_is_moved_while_it_is_held_is_said(
+    volume_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replicator takes the step when half of its files are linked."""
+    share = share_in(volume_root, "5")
+    (held,) = take_inventory(volume_root, JOB).shares
+    link, links = os.link, []
+
+    def link_and_take(source: str, target: str, **options: object) -> None:
+        link(source, target, **options)  # type: ignore[arg-type]
+        links.append(source)
+        if len(links) == 2:
+            os.rename(share, volume_root / f"{JOB}-s5-n0-w0.save")
+
+    monkeypatch.setattr(os, "link", link_and_take)
+    with pytest.raises(FileNotFoundError, match="was moved while it was linked"):
+        pin(held, volume_root)
+    monkeypatch.undo()
+    assert list((volume_root / PIN_FOLDER).iterdir()) == []
+    (held,) = take_inventory(volume_root, JOB).shares
+    assert pin(held, volume_root).path.is_dir()
+
+
 def test_what_was_moved_before_it_could_be_held_is_said(volume_root: Path) -> None:
     gone = HeldShare(
         step=5, save_id="x", node_rank=0, nodes=1, digest=None, path=volume_root / "gone"

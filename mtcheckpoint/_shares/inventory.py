@@ -145,7 +145,14 @@ def pin(share: HeldShare, volume: Path) -> HeldShare:
         return dataclasses.replace(share, path=target)
     building = target.with_name(target.name + ".tmp")
     shutil.rmtree(building, ignore_errors=True)
-    shutil.copytree(share.path, building, copy_function=os.link, symlinks=True)
+    try:
+        shutil.copytree(share.path, building, copy_function=os.link, symlinks=True)
+    except shutil.Error as error:
+        # Moved half-way: copytree collects what it could not find, and goes on to the end.
+        if share.path.exists():
+            raise
+        shutil.rmtree(building, ignore_errors=True)
+        raise FileNotFoundError(f"{share.path} was moved while it was linked") from error
     os.rename(building, target)
     return dataclasses.replace(share, path=target)
 
