@@ -6,14 +6,16 @@ minutes in milliseconds with a clock of their own.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 from mtcheckpoint.errors import WaitTimeoutError
 
-__all__ = ["POLL_SECONDS", "Clock", "Deadline", "SystemClock", "wait_for"]
+__all__ = ["POLL_SECONDS", "Clock", "Deadline", "SystemClock", "run_within", "wait_for"]
 
 # Files are looked at this often, so a reaction takes well under 50 ms. One look is a stat or a
 # scandir of a few entries: about 20 µs.
@@ -94,3 +96,36 @@ def wait_for(
         if last:
             raise WaitTimeoutError(what, seconds=deadline.seconds, missing=missing(), hint=hint)
         deadline.clock.sleep(min(poll_seconds, deadline.remaining()))
+
+
+def run_within(operation: Callable[[], _T], deadline: Deadline, what: str, *, hint: str = "") -> _T:
+    """Runs `operation`, which may know no limit of its own, and returns what it returns.
+
+    It runs in a thread that is left behind when it hangs, and that does not keep the process from
+    ending. What it does after the deadline goes nowhere.
+
+    Args:
+        operation: may raise anything, which is raised here.
+        deadline: when to give up.
+        what: what is waited for, for the message.
+        hint: what to do about it, for the message.
+
+    Raises:
+        WaitTimeoutError: it was not done when the deadline had passed.
+    """
+    outcome: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(operation())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    if not deadline.passed():
+        threading.Thread(target=run, name="mtcheckpoint-limited", daemon=True).start()
+    try:
+        return outcome.result(timeout=deadline.remaining())
+    except TimeoutError:
+        if outcome.done():  # it is what `operation` has raised
+            return outcome.result(timeout=0)
+        raise WaitTimeoutError(what, seconds=deadline.seconds, hint=hint) from None

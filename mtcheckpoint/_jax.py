@@ -6,7 +6,6 @@ JAX's errors end here: a wait that ran out is None, everything else a `Coordinat
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
 import ctypes
 import functools
 import threading
@@ -16,7 +15,7 @@ from typing import Any, Protocol, TypeVar, cast
 import jax
 from jax._src import distributed
 
-from mtcheckpoint._clock import Deadline, wait_for
+from mtcheckpoint._clock import Deadline, run_within, wait_for
 from mtcheckpoint.errors import CoordinationError, WaitTimeoutError
 
 __all__ = [
@@ -237,6 +236,7 @@ class DistributedStore:
         return _call(
             lambda: cast(bytes, self._client.blocking_key_value_get_bytes(key, milliseconds)),
             "DEADLINE_EXCEEDED",
+            knows_its_limit=True,
         )
 
     def list(self, directory: str) -> dict[str, bytes]:
@@ -247,10 +247,14 @@ class DistributedStore:
         _call(lambda: self._client.key_value_delete(key))
 
 
-def _call(operation: Callable[[], _T], none_on: str | None = None) -> _T | None:
+def _call(
+    operation: Callable[[], _T], none_on: str | None = None, *, knows_its_limit: bool = False
+) -> _T | None:
     """Runs `operation`; None when it fails with the status `none_on`."""
     try:
-        return operation() if process_id() == 0 else _within(operation)
+        # A thread more would have to get the interpreter's lock from a busy background thread.
+        direct = knows_its_limit or process_id() == 0
+        return operation() if direct else _within(operation)
     except jax.errors.JaxRuntimeError as error:
         # JAX gives the status as the first word of the text, and nowhere else.
         if none_on is not None and str(error).startswith(none_on):
@@ -259,20 +263,11 @@ def _call(operation: Callable[[], _T], none_on: str | None = None) -> _T | None:
 
 
 def _within(operation: Callable[[], _T]) -> _T:
-    """Runs `operation`, which knows no limit, in a thread that is left behind when it hangs."""
+    """Runs `operation`, which knows no limit."""
     seconds = _SECOND_ANSWER_SECONDS if _missing else _ANSWER_SECONDS
-    outcome: concurrent.futures.Future[_T] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(operation())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="mtcheckpoint-store", daemon=True).start()
     try:
-        return outcome.result(seconds)
-    except concurrent.futures.TimeoutError:
+        return run_within(operation, Deadline.after(seconds), "the key-value store")
+    except WaitTimeoutError:
         raise _unanswered(f"nothing for {seconds:g} s") from None
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 
 from mtcheckpoint import _events
-from mtcheckpoint._clock import Deadline
+from mtcheckpoint._clock import Deadline, run_within
 from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._reader import ReadPlan, read_state, tensorstore_context
 from mtcheckpoint._replicas import leaf_digests, unequal_leaves, unequal_twins, uneven_groups
@@ -345,14 +345,18 @@ class _Attempt:
     def _try_to_read(
         self, plan: ReadPlan
     ) -> tuple[tuple[Any, tuple[Mapping[str, Any], ...]] | None, str]:
+        deadline = Deadline.after(self._r.timeout_secs)
         try:
             state = read_state(
                 plan,
                 context=self._r.context,
                 concurrent_bytes=self._r.concurrent_bytes,
-                deadline=Deadline.after(self._r.timeout_secs),
+                deadline=deadline,
             )
-            return (state, self._extras(plan)), ""
+            extras = run_within(
+                lambda: self._extras(plan), deadline, f"the extras of step {self._candidate.step}"
+            )
+            return (state, extras), ""
         except (ShareError, TierUnreadableError, WaitTimeoutError) as error:
             return None, str(error)
 

@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -477,16 +477,21 @@ class _Backups:
 
     def _next_name(self) -> str | None:
         if self._names is None:
-            self._names = self._coordinator.decide(
-                "restore/backups", None, lambda _: self._the_root().names(self._job)
+            self._names = self._listed(
+                "restore/backups", lambda _: self._the_root().names(self._job)
             )
         return self._names[0] if self._names else None
 
     def _fill(self) -> None:
         assert self._names
         name = self._names.pop(0)
-        listed = self._coordinator.decide(
-            "restore/backup", None, lambda _: self._the_root().backup(self._job, name).to_json()
+        listed = self._listed(
+            "restore/backup", lambda _: self._the_root().backup(self._job, name).to_json()
         )
         backup = Backup.from_json(listed)
         self._waiting = [(backup, step) for step in sorted(backup.ranks, reverse=True)]
+
+    def _listed(self, topic: str, listing: Callable[[Any], Any]) -> Any:
+        """What process 0 finds; the others wait long enough to hear that it had no answer."""
+        limit = 2 * self._timeout_secs
+        return self._coordinator.decide(topic, None, listing, timeout_secs=limit)

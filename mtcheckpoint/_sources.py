@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import tensorstore as ts
 
+from mtcheckpoint._clock import Deadline, run_within
 from mtcheckpoint._reader import ReadPlan, plan_reads
 from mtcheckpoint._shares.contents import ShareContents, read_contents
 from mtcheckpoint._shares.layout import Layout, ranks_to_open
 from mtcheckpoint._shares.places import Place
 from mtcheckpoint._shares.seal import Seal, Summary, Verify
 from mtcheckpoint._target import Target, resolve_target
-from mtcheckpoint.errors import ShareError, TierUnreadableError
+from mtcheckpoint.errors import ShareError, TierUnreadableError, WaitTimeoutError
 
 __all__ = ["SaveSummary", "Sources"]
 
@@ -94,7 +95,8 @@ class Sources:
             turn: a number that differs between processes, to spread the load over equal shares.
             context: TensorStore's pools and limits.
             verify: how much is compared with the seals.
-            timeout_secs: limit for opening one share.
+            timeout_secs: limit for all that one call opens. A copy that does not answer takes half
+                of what is left of it, if there is another copy.
             step: of the save.
             save: what is known of the save, from another process; None: the first share that names
                 the step tells it when reads are planned.
@@ -160,7 +162,7 @@ class Sources:
         self._faults.append(fault)
         self._places[rank].remove(self._opened.pop(rank).place)
 
-    def open_any(self) -> ShareContents:
+    def _open_any(self, deadline: Deadline) -> ShareContents:
         """One share of the save, whichever is nearest.
 
         Raises:
@@ -169,7 +171,7 @@ class Sources:
         for share in self._opened.values():
             return share
         for rank in [*self._preferred, *self._in_turn(self._places)]:
-            found = self._open(rank)
+            found = self._open(rank, deadline)
             if found is not None:
                 return found
         raise ShareError(
@@ -179,8 +181,9 @@ class Sources:
 
     def open_preferred(self) -> None:
         """Opens the preferred shares, as far as they can be read."""
+        deadline = Deadline.after(self._timeout_secs)
         for rank in self._preferred:
-            self._open(rank)
+            self._open(rank, deadline)
 
     def plan(self, request: Any, mesh: jax.sharding.Mesh, **options: Any) -> ReadPlan:
         """Plans this process's reads, opening what is needed for it.
@@ -191,13 +194,14 @@ class Sources:
             ShareError: no share can be read.
             StructureMismatchError: the request does not fit what was saved.
         """
-        first = self.open_any()
+        deadline = Deadline.after(self._timeout_secs)
+        first = self._open_any(deadline)
         target = resolve_target(request, first, mesh, **options)
         layout = Layout(first.process_devices, ranks=sorted(self._places))
         while True:
             self._learn()
             plan = plan_reads(target, self.opened)
-            if not plan.missing or not self._open_for(plan, target, layout):
+            if not plan.missing or not self._open_for(plan, target, layout, deadline):
                 return plan
 
     def drop(self, text: str) -> bool:
@@ -217,13 +221,13 @@ class Sources:
                 self._bad_places.append(place)
         return bool(named)
 
-    def _open_for(self, plan: ReadPlan, target: Target, layout: Layout) -> bool:
+    def _open_for(self, plan: ReadPlan, target: Target, layout: Layout, deadline: Deadline) -> bool:
         """Opens shares that should hold what a plan misses; False when there are none left."""
         shardings = {leaf.leaf.name: leaf.leaf.sharding for leaf in target.leaves}
         missing = [(shardings[name], chunks) for name, chunks in plan.missing.items()]
         chosen = ranks_to_open(missing, layout, closed=self._closed(), turn=self._turn)
         for rank in sorted(chosen):
-            self._open(rank)
+            self._open(rank, deadline)
         return bool(chosen)
 
     def _closed(self) -> set[int]:
@@ -235,16 +239,14 @@ class Sources:
         start = self._turn % len(ordered) if ordered else 0
         return ordered[start:] + ordered[:start]
 
-    def _open(self, rank: int) -> ShareContents | None:
+    def _open(self, rank: int, deadline: Deadline) -> ShareContents | None:
         """Opens the nearest readable copy of a rank's share; forgets the copies that are not."""
         if rank in self._opened:
             return self._opened[rank]
         while self._places[rank]:
             place = self._places[rank][0]
             try:
-                share = read_contents(
-                    place, self._context, verify=self._verify, timeout_secs=self._timeout_secs
-                )
+                share = self._look_into(place, deadline, has_twin=len(self._places[rank]) > 1)
             except ShareError as error:
                 fault = str(error)
                 self._bad_places.append(place)
@@ -262,3 +264,21 @@ class Sources:
             self._faults.append(fault)
             del self._places[rank][0]
         return None
+
+    def _look_into(self, place: Place, deadline: Deadline, *, has_twin: bool) -> ShareContents:
+        """`read_contents`, with a limit for all of it."""
+        limit = Deadline.after(deadline.remaining() / (2 if has_twin else 1))
+        try:
+            return run_within(
+                lambda: read_contents(
+                    place, self._context, verify=self._verify, timeout_secs=limit.seconds
+                ),
+                limit,
+                place.name,
+            )
+        except WaitTimeoutError as error:
+            raise TierUnreadableError(
+                f"{place.name} cannot be read: no answer in {limit.seconds:.0f} s of the"
+                f" {deadline.seconds:.0f} s for all shares that are opened together",
+                place=place.name,
+            ) from error

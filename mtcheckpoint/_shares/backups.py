@@ -10,21 +10,31 @@ import dataclasses
 import tempfile
 import urllib.parse
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
 
+from mtcheckpoint._clock import Deadline, run_within
 from mtcheckpoint._handshake import files
 from mtcheckpoint._shares.places import SMALL_FILE_BYTES, LocalPlace, Place, check_small
-from mtcheckpoint.errors import ShareError, TierUnreadableError
+from mtcheckpoint.errors import (
+    MtCheckpointError,
+    ShareError,
+    TierUnreadableError,
+    WaitTimeoutError,
+)
 
 __all__ = ["Backup", "BackupRoot", "open_filesystem"]
 
+_T = TypeVar("_T")
+
 # Thousands of small files, each a round trip.
 _PARALLEL_READS = 16
+# A whole share, from a file system that TensorStore does not know. A restore's own limit is less.
+_COPY_SECONDS = 3600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,13 +73,16 @@ class Backup:
 
 
 class BackupRoot:
-    """The folder or bucket that holds the jobs' folders."""
+    """The folder or bucket that holds the jobs' folders.
+
+    Every method has an answer within the limit, or raises `TierUnreadableError`.
+    """
 
     def __init__(self, url: str, *, timeout_secs: float) -> None:
         """
         Args:
             url: any URL that fsspec knows, or an absolute path.
-            timeout_secs: limit of a single request.
+            timeout_secs: limit of each call, however many requests that takes.
         """
         self.url = url.rstrip("/")
         self._timeout_secs = timeout_secs
@@ -84,9 +97,10 @@ class BackupRoot:
         Raises:
             TierUnreadableError: the root is not there, or the folder could not be listed.
         """
-        names = self._list(f"{self._path}/{folder}" if folder else self._path)
+        deadline = self._deadline()
+        names = self._list(f"{self._path}/{folder}" if folder else self._path, deadline)
         if names is None:
-            self._check_root()
+            self._check_root(deadline)
         return sorted(names or ())
 
     def names(self, job: str) -> list[str]:
@@ -95,10 +109,10 @@ class BackupRoot:
         Raises:
             TierUnreadableError: the root is not there, or it could not be listed or read.
         """
-        folder = f"{self._path}/{job}"
-        names = self._list(folder)
+        deadline = self._deadline()
+        names = self._list(f"{self._path}/{job}", deadline)
         if names is None:
-            self._check_root()
+            self._check_root(deadline)
             return []
         return sorted((n for n in names if files.BACKUP_FOLDER.fullmatch(n)), reverse=True)
 
@@ -108,7 +122,7 @@ class BackupRoot:
         Raises:
             TierUnreadableError: it could not be listed.
         """
-        names = self._list(f"{self._path}/{job}/{name}") or []
+        names = self._list(f"{self._path}/{job}/{name}", self._deadline()) or []
         ranks: dict[int, list[int]] = {}
         for entry in names:
             share = files.parse_share_name(entry, "meta")
@@ -144,11 +158,12 @@ class BackupRoot:
         Raises:
             TierUnreadableError: one could not be read.
         """
+        deadline = self._deadline()
 
         def claim(rank: int) -> str:
             name = files.ShareName(job=job, step=step, node_rank=rank).meta
             try:
-                text = self.read(f"{self._path}/{job}/{backup.name}/{name}") or b""
+                text = self._read(f"{self._path}/{job}/{backup.name}/{name}", deadline) or b""
             except ShareError:  # too large for any hash
                 text = b""
             return text.decode(errors="replace").strip()
@@ -164,12 +179,9 @@ class BackupRoot:
             TierUnreadableError: it could not be listed.
         """
         folder = f"{self._path}/{job}/{backup.name}"
-        try:
-            found = self._filesystem.find(folder, detail=True)
-        except Exception as error:
-            raise self._unreadable(folder, error) from error
+        found = self._ask(folder, self._deadline(), lambda: self._find(folder))
         sizes = dict.fromkeys(backup.data, 0)
-        for path, entry in found.items():
+        for path, entry in (found or {}).items():
             match = files.DATA_NAME.fullmatch(path.removeprefix(f"{folder}/").partition("/")[0])
             if match is not None and match[1] in sizes:
                 sizes[match[1]] += int(entry["size"] or 0)
@@ -199,53 +211,53 @@ class BackupRoot:
             ShareError: it has more than `places.SMALL_FILE_BYTES`.
             TierUnreadableError: it could not be read.
         """
+        return self._read(path, self._deadline())
+
+    def _read(self, path: str, deadline: Deadline) -> bytes | None:
         if self._is_local:
-            return LocalPlace(Path(path).parent).read(Path(path).name)
-        try:
-            content = bytes(self._filesystem.cat_file(path, start=0, end=SMALL_FILE_BYTES + 1))
-        except FileNotFoundError:
-            return None
-        except Exception as error:  # each file system raises its own
-            if str(getattr(error, "code", "")) == "416" and self.size(path) == 0:
-                return b""  # an empty object has no range
-            raise self._unreadable(path, error) from error
-        folder, _, file = path.rpartition("/")
-        check_small(len(content), file, folder)
+            place = LocalPlace(Path(path).parent)
+            return self._ask(path, deadline, lambda: place.read(Path(path).name))
+        content = self._ask(path, deadline, lambda: self._start_of(path))
+        if content is not None:
+            folder, _, file = path.rpartition("/")
+            check_small(len(content), file, folder)
         return content
+
+    def _start_of(self, path: str) -> bytes:
+        try:
+            return bytes(self._filesystem.cat_file(path, start=0, end=SMALL_FILE_BYTES + 1))
+        except Exception as error:  # each file system raises its own
+            if str(getattr(error, "code", "")) == "416" and self._filesystem.size(path) == 0:
+                return b""  # an empty object has no range
+            raise
 
     def size(self, path: str) -> int | None:
         """Bytes of a file below this root; None when it is not there."""
-        try:
-            return int(self._filesystem.size(path))
-        except FileNotFoundError:
-            return None
-        except Exception as error:
-            raise self._unreadable(path, error) from error
+        return self._ask(path, self._deadline(), lambda: int(self._filesystem.size(path)))
+
+    def _find(self, folder: str) -> Mapping[str, Mapping[str, Any]]:
+        found: Mapping[str, Mapping[str, Any]] = self._filesystem.find(folder, detail=True)
+        return found
 
     def _open(self) -> tuple[Any, str]:
-        try:
-            return open_filesystem(self.url, self._timeout_secs)
-        except Exception as error:
-            raise self._unreadable(self.url, error) from error
+        found = self._ask(
+            self.url, self._deadline(), lambda: open_filesystem(self.url, self._timeout_secs)
+        )
+        if found is None:  # a file with credentials, say
+            raise TierUnreadableError(f"the backup at {self.url} cannot be reached", place=self.url)
+        return found
 
-    def _list(self, path: str) -> list[str] | None:
-        try:
-            entries = self._filesystem.ls(path, detail=False)
-        except (FileNotFoundError, NotADirectoryError):
+    def _list(self, path: str, deadline: Deadline) -> list[str] | None:
+        entries = self._ask(path, deadline, lambda: self._filesystem.ls(path, detail=False))
+        if entries is None:
             return None
-        except Exception as error:
-            raise self._unreadable(path, error) from error
         return [str(entry).rstrip("/").rpartition("/")[2] for entry in entries]
 
-    def _check_root(self) -> None:
+    def _check_root(self, deadline: Deadline) -> None:
         """Refuses a root that is not there, which is not the same as one without backups."""
         # A bucket has no folders: there is nothing to see of a prefix before the first backup.
         root = self._path.partition("/")[0] if self._is_bucket else self._path
-        try:
-            found = self._filesystem.isdir(root)
-        except Exception as error:
-            raise self._unreadable(root, error) from error
-        if not found:
+        if not self._ask(root, deadline, lambda: self._filesystem.isdir(root)):
             raise TierUnreadableError(
                 f"the backup root {self.url} is not there or is no folder: create it, or correct"
                 " backup_root. Whether there are backups cannot be told without it",
@@ -256,20 +268,48 @@ class BackupRoot:
         """A local copy of a folder below this root; made once."""
         if path not in self._copies:
             folder = tempfile.TemporaryDirectory(prefix="mtcheckpoint-backup-")
+            copy = folder.name + "/copy/"
             try:
-                self._filesystem.get(path + "/", folder.name + "/copy/", recursive=True)
-            except Exception as error:
+                self._ask(
+                    path,
+                    Deadline.after(_COPY_SECONDS),
+                    lambda: self._filesystem.get(path + "/", copy, recursive=True),
+                )
+            except TierUnreadableError:
                 folder.cleanup()
-                raise self._unreadable(path, error) from error
+                raise
             self._copies[path] = folder
             weakref.finalize(self, folder.cleanup)
         return Path(self._copies[path].name) / "copy"
 
-    def _unreadable(self, path: str, error: Exception) -> TierUnreadableError:
-        return TierUnreadableError(
-            f"the backup at {self.url} cannot be read ({path}): {type(error).__name__}: {error}",
-            place=self.url,
-        )
+    def _deadline(self) -> Deadline:
+        return Deadline.after(self._timeout_secs)
+
+    def _ask(self, path: str, deadline: Deadline, request: Callable[[], _T]) -> _T | None:
+        """What the file system answers; None when `path` is not there.
+
+        Raises:
+            TierUnreadableError: it cannot be read, or there was no answer in time. File systems
+                know limits of single requests at most, and try those again.
+        """
+        try:
+            return run_within(request, deadline, path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except WaitTimeoutError as error:
+            raise TierUnreadableError(
+                f"the backup at {self.url} cannot be read ({path}): no answer in"
+                f" {deadline.seconds:g} s",
+                place=self.url,
+            ) from error
+        except MtCheckpointError:
+            raise
+        except Exception as error:  # each file system raises its own
+            raise TierUnreadableError(
+                f"the backup at {self.url} cannot be read ({path}): {type(error).__name__}:"
+                f" {error}",
+                place=self.url,
+            ) from error
 
 
 def open_filesystem(url: str, timeout_secs: float) -> tuple[Any, str]:
