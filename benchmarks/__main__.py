@@ -8,12 +8,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import agreement, planning, restoring
+from benchmarks import agreement, planning, restoring, saving
 from benchmarks.results import Case, Result, Settings, machine
 
 __all__ = ["CASES", "main"]
 
-CASES: dict[str, Case] = {**planning.CASES, **agreement.CASES, **restoring.CASES}
+CASES: dict[str, Case] = {
+    **planning.CASES,
+    **agreement.CASES,
+    **saving.CASES,
+    **restoring.CASES,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,202 +5,174 @@ from __future__ import annotations
 import concurrent.futures
 import gc
 import os
-import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import jax
-import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
 
-import mtcheckpoint as mtc
-from benchmarks.results import memory_bytes
+from benchmarks import states
+from benchmarks.sides import Orbax, Ours, Raw, Side, assert_saved
+from benchmarks.timing import clocked
 from mtcheckpoint._coordination import Coordinator
-from mtcheckpoint.testing import case_mesh, this_process
+from mtcheckpoint.testing import this_process
 
-JOB = "bench"
+__all__ = [
+    "PARALLEL_REQUESTS",
+    "STEP",
+    "backup",
+    "elastic",
+    "environment",
+    "object_url",
+    "reshard",
+    "same",
+    "save",
+]
+
 STEP = 1
-LEAVES = 16
+PARALLEL_REQUESTS = 8
 
 _LIMIT_SECONDS = 300.0
-_COLUMNS = 1024
-_PARALLEL_REQUESTS = 8
-
-# How the leaves lie on a mesh of 2 by 2.
-BLOCKS = ("data", "model")
-ROWS = (("data", "model"), None)
-COLUMNS = (None, ("data", "model"))
-LAYOUTS = {"blocks": BLOCKS, "rows": ROWS, "columns": COLUMNS}
 
 
 def save(root: str, size_bytes: int, layout: str) -> None:
-    """Saves one step, without a replicator."""
-    with mtc.ReplicatedCheckpointManager(_config(root), mesh=_mesh()) as manager:
-        assert manager.save(STEP, _state(size_bytes, layout), force=True)
-        manager.wait_until_finished()
+    """Saves one step by our side."""
+    state = states.filled(states.abstract(size_bytes, layout))
+    _save(Ours(root), state)
 
 
-def restore(
-    root: str, size_bytes: int, layout: str, pairs: int, raw: dict[str, Any], backup_root: str
-) -> dict[str, Any]:
-    """Restores and reads the same bytes raw, in turns.
+def same(root: str, size_bytes: int, pairs: int) -> dict[str, Any]:
+    """Each side saves a step, and then restores it again and again, in turns.
 
     Args:
         root: where the nodes' folders are.
         size_bytes: of the whole state.
-        layout: how the state shall lie.
-        pairs: measured ones; one more goes before, unmeasured.
-        raw: what is read raw: see `_raw_reader`.
-        backup_root: where backups are; empty for none.
+        pairs: measured rounds; one more goes before, unmeasured.
 
     Returns:
-        Seconds of each, peak memory over this process's part of the state, and what was read.
+        ``times``: of each side the seconds and CPU seconds of each round, and ``bytes_by_tier``:
+        what our side read in a round.
     """
-    read_raw = _raw_reader(Path(root), size_bytes // jax.process_count(), **raw)
-    topics = _noted_topics()
-    times, peaks = [], []
-    for pair in range(pairs + 1):
-        ours, peak, restored = _restored(root, size_bytes, layout, backup_root)
-        if pair == 0:
-            _check(restored.state)
-        tiers = dict(restored.report.bytes_by_tier)
-        del restored
-        gc.collect()
-        _together("raw")
-        begun = time.perf_counter()
-        kept = read_raw()
-        times.append((ours, time.perf_counter() - begun))
-        del kept
-        peaks.append(peak)
-    return {
-        "times": times[1:],
-        "peak_over_state": max(peaks) / (size_bytes / jax.process_count()),
-        "bytes_by_tier": tiers,
-        "topics": sorted(topics),
-    }
+    tree = states.abstract(size_bytes)
+    ours = Ours(root)
+    contestants: dict[str, Side] = {"ours": ours, "orbax": Orbax(root), "raw": Raw(root)}
+    state = states.filled(tree)
+    for side in contestants.values():
+        _save(side, state)
+        side.open()
+        assert_saved(side, state, tree)
+        side.close()
+    del state
+    times = _in_turns({name: (side, tree) for name, side in contestants.items()}, pairs)
+    return {"times": times, "bytes_by_tier": dict(ours.report.bytes_by_tier)}
 
 
-def _restored(
-    root: str, size_bytes: int, layout: str, backup_root: str
-) -> tuple[float, int, mtc.RestoredState]:
-    wanted = _abstract(size_bytes, layout)
-    config = _config(root, backup_root)
-    with mtc.ReplicatedCheckpointManager(config, mesh=_mesh()) as manager:
-        before = _reset_peak()
-        _together("restore")
-        begun = time.perf_counter()
-        restored = manager.restore_latest(wanted)
-        seconds = time.perf_counter() - begun
-    assert restored is not None
-    assert restored.step == STEP
-    return seconds, max(memory_bytes("VmHWM") - before, 0), restored
+def reshard(root: str, size_bytes: int, pairs: int) -> dict[str, Any]:
+    """Restores blocks as columns, and as they are: see `same`."""
+    side = Ours(root)
+    columns, blocks = (states.abstract(size_bytes, layout) for layout in ("columns", "blocks"))
+    _check_once(side, columns)
+    tiers = dict(side.report.bytes_by_tier)
+    times = _in_turns({"ours": (side, columns), "same": (side, blocks)}, pairs)
+    return {"times": times, "bytes_by_tier": tiers}
 
 
-# The state.
+def elastic(root: str, same_root: str, size_bytes: int, pairs: int) -> dict[str, Any]:
+    """Restores what 4 processes saved, and what 2 did: see `same`.
+
+    Returns:
+        Also ``topics``: all that the processes agreed on in the first.
+    """
+    tree = states.abstract(size_bytes)
+    four, two = Ours(root), Ours(same_root)
+    with_topics = _noted_topics()
+    _check_once(four, tree)
+    topics = sorted(with_topics)
+    _check_once(two, tree)
+    times = _in_turns({"ours": (four, tree), "same": (two, tree)}, pairs)
+    return {"times": times, "bytes_by_tier": dict(four.report.bytes_by_tier), "topics": topics}
 
 
-def _mesh() -> jax.sharding.Mesh:
-    return case_mesh(2, 2)
-
-
-def _config(root: str, backup_root: str = "") -> mtc.CheckpointConfig:
+def backup(
+    root: str, backup_root: str, urls: list[list[str]], size_bytes: int, pairs: int
+) -> dict[str, Any]:
+    """Restores from a backup, and gets the objects that each process needs: see `same`."""
     place = this_process()
     assert place is not None
-    volume = Path(root) / f"node{place.rank}"
-    volume.mkdir(parents=True, exist_ok=True)
-    return mtc.CheckpointConfig(
-        enable_multi_tier_checkpointing=True,
-        enable_replicator=False,
-        local_checkpoint_directory=str(volume),
-        local_checkpoint_period=1,
-        max_num_checkpoints_to_keep=1,
-        multi_tier_checkpointing_backup_interval_minutes=30,
-        run_name=JOB,
-        timeout_secs=_LIMIT_SECONDS,
-        backup_root=backup_root or None,
-    )
+    own_urls = urls[place.rank]
+    tree = states.abstract(size_bytes)
+    side = Ours(root, backup_root=backup_root)
+    _check_once(side, tree)
+    received = sum(len(body) for body in _get_all(own_urls))
+    assert received >= states.own_bytes(tree), received
+    times = _in_turns({"ours": (side, tree), "raw": (_Requests(own_urls), None)}, pairs)
+    return {"times": times, "bytes_by_tier": dict(side.report.bytes_by_tier)}
 
 
-def _abstract(size_bytes: int, layout: str) -> dict[str, jax.ShapeDtypeStruct]:
-    sharding = NamedSharding(_mesh(), PartitionSpec(*LAYOUTS[layout]))
-    rows = max(size_bytes // LEAVES // _COLUMNS // 4 // 4 * 4, 4)
-    return {
-        f"w{leaf}": jax.ShapeDtypeStruct((rows, _COLUMNS), np.float32, sharding=sharding)
-        for leaf in range(LEAVES)
-    }
+# Measuring.
 
 
-def _state(size_bytes: int, layout: str) -> dict[str, jax.Array]:
-    return {
-        name: jax.make_array_from_callback(
-            leaf.shape, leaf.sharding, lambda index, n=name, s=leaf.shape: _expected(n, s, index)
-        )
-        for name, leaf in _abstract(size_bytes, layout).items()
-    }
+def _save(side: Side, state: Any) -> None:
+    side.open()
+    side.save(STEP, state)
+    side.wait()
+    side.close()
 
 
-def _expected(name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
-    """Elements that differ from their neighbours, and from the same ones of other leaves."""
-    rows, columns = (np.arange(size)[part] for size, part in zip(shape, index, strict=True))
-    numbers = rows[:, None] * shape[1] + columns[None, :] + int(name[1:]) * 7919
-    return (numbers % 16_777_213).astype(np.float32)  # float32 holds integers up to there
+def _check_once(side: Side, tree: Any) -> None:
+    side.open()
+    states.check(side.restore(tree))
+    side.close()
 
 
-def _check(state: dict[str, jax.Array]) -> None:
-    for name, leaf in state.items():
-        for shard in leaf.addressable_shards:
-            found = np.asarray(shard.data)
-            np.testing.assert_array_equal(found, _expected(name, leaf.shape, shard.index))
+def _in_turns(
+    attempts: dict[str, tuple[_Restores, Any]], pairs: int
+) -> dict[str, list[dict[str, float]]]:
+    times: dict[str, list[dict[str, float]]] = {name: [] for name in attempts}
+    for _ in range(pairs + 1):
+        for name, (side, tree) in attempts.items():
+            times[name].append(_restored(side, tree))
+    return times
 
 
-# Reading raw.
+def _restored(side: _Restores, tree: Any) -> dict[str, float]:
+    """One restore by a manager that has just been made, as after a restart."""
+    side.open()
+    gc.collect()
+    multihost_utils.sync_global_devices("restore")
+    taken, _ = clocked(lambda: side.restore(tree))
+    side.close()
+    return taken
 
 
-def _raw_reader(root: Path, need_bytes: int, **source: Any) -> Callable[[], list[Any]]:
-    """Reads `need_bytes`, what this process needs, by plain system calls or requests.
+class _Restores(Protocol):
+    """What a `Side` is to a restore."""
 
-    Args:
-        root: where the nodes' folders are.
-        need_bytes: how much.
-        source: ``folders``: for each process the folders to read from, in equal parts; or ``urls``:
-            for each process the URLs of the objects that it needs.
-    """
-    place = this_process()
-    assert place is not None
-    if "urls" in source:
-        urls = source["urls"][place.rank]
-        return lambda: _get_all(urls)
-    folders = [root / folder for folder in source["folders"][place.rank]]
-    files = [list(_files(folder)) for folder in folders]
-    share = need_bytes // len(folders)
-    for folder, some in zip(folders, files, strict=True):
-        there = sum(path.stat().st_size for path in some)
-        assert there >= share, f"{folder} holds {there} bytes, {share} are to be read"
-    return lambda: [buffer for some in files for buffer in _read_files(some, share)]
+    def open(self) -> None: ...
+
+    def restore(self, tree: Any) -> Any: ...
+
+    def close(self) -> None: ...
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """The files with the arrays, the large ones."""
-    return (path for path in sorted(folder.rglob("d/*")) if path.is_file())
+class _Requests:
+    """Objects of Cloud Storage by plain requests."""
 
+    def __init__(self, urls: list[str]) -> None:
+        self._urls = urls
 
-def _read_files(files: list[Path], limit_bytes: int) -> Iterator[np.ndarray]:
-    for path in files:
-        buffer = np.empty(min(path.stat().st_size, limit_bytes), np.uint8)
-        with open(path, "rb", buffering=0) as file:
-            view = memoryview(buffer)
-            while view and (count := file.readinto(view)):
-                view = view[count:]
-        limit_bytes -= buffer.nbytes
-        yield buffer
+    def open(self) -> None:
+        pass
+
+    def restore(self, tree: Any) -> list[bytes]:
+        return _get_all(self._urls)
+
+    def close(self) -> None:
+        pass
 
 
 def _get_all(urls: list[str]) -> list[bytes]:
-    with concurrent.futures.ThreadPoolExecutor(_PARALLEL_REQUESTS) as pool:
+    with concurrent.futures.ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
         return list(pool.map(_get, urls))
 
 
@@ -213,20 +185,6 @@ def _get(url: str) -> bytes:
 def object_url(server: str, bucket: str, name: str) -> str:
     """Where an object of Cloud Storage can be read."""
     return f"{server}/storage/v1/b/{bucket}/o/{urllib.parse.quote(name, safe='')}?alt=media"
-
-
-# Watching.
-
-
-def _together(name: str) -> None:
-    multihost_utils.sync_global_devices(name)
-
-
-def _reset_peak() -> int:
-    """Begins a new peak of resident memory; returns what is resident now."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    return memory_bytes("VmRSS")
 
 
 def _noted_topics() -> set[str]:

@@ -20,7 +20,9 @@ from benchmarks import agreement, planning  # noqa: E402
 from benchmarks.__main__ import CASES, main  # noqa: E402
 from benchmarks.results import Pair, compared  # noqa: E402
 
-RESTORES = sorted(case for case in CASES if case.startswith("restore_"))
+SAVES = [case for case in CASES if case.startswith(("save_vs", "blocked"))]
+RESTORES = [case for case in CASES if case.startswith("restore_vs")]
+TIERS = {"restore_other_mesh": "peer", "elastic_restore": "peer", "backup_restore": "backup"}
 
 
 def run(folder: Path, *cases: str) -> dict[str, Any]:
@@ -58,13 +60,24 @@ def test_pure_cases_have_the_agreed_form(tmp_path: Path) -> None:
     assert plan["ours"] <= planning.LIMIT_SECONDS
 
 
-@pytest.mark.parametrize("case", RESTORES)
-def test_restores_are_checked_and_compared(case: str, tmp_path: Path) -> None:
+# Each side's state is compared, element for element, by the cases themselves.
+
+
+@pytest.mark.parametrize("cases", [SAVES, RESTORES], ids=["saves", "restores"])
+def test_sides_are_checked_and_compared(cases: list[str], tmp_path: Path) -> None:
+    results = run(tmp_path, *cases)["results"]
+    assert [result["case"] for result in results] == cases
+    for result in results:
+        assert result["ours"] > 0 and result["other"] > 0
+        assert result["ratio"] == pytest.approx(result["other"] / result["ours"])
+        assert "CPU seconds" in result["notes"]
+
+
+@pytest.mark.parametrize(("case", "tier"), TIERS.items())
+def test_restores_read_the_tier_that_they_measure(case: str, tier: str, tmp_path: Path) -> None:
     (result,) = run(tmp_path, case)["results"]
-    assert result["ours"] > 0 and result["other"] > 0
-    assert result["ratio"] == pytest.approx(result["other"] / result["ours"])
-    expected = {"restore_same": "local", "restore_backup": "backup"}.get(case, "peer")
-    assert expected in result["notes"].partition("read: ")[2]
+    assert result["ratio"] > 0
+    assert f"MiB {tier}" in result["notes"].partition("read: ")[2]
 
 
 def test_planning_finds_every_chunk_at_any_size() -> None:

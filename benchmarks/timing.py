@@ -1,0 +1,54 @@
+"""Times of several processes: taken in each of them, put together by the one that started them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.results import Pair, Result, compared
+
+__all__ = ["Told", "clocked", "cpu_seconds", "pairs_of", "result_of", "slowest"]
+
+Told = Sequence[dict[str, list[dict[str, float]]]]
+"""What each process tells: of each side, in order, the seconds of its rounds."""
+
+
+def clocked(action: Callable[[], Any]) -> tuple[dict[str, float], Any]:
+    """Seconds and CPU seconds of this process for `action`, and what that returns."""
+    cpu, begun = time.process_time(), time.perf_counter()
+    result = action()
+    seconds = time.perf_counter() - begun
+    return {"seconds": seconds, "cpu_seconds": time.process_time() - cpu}, result
+
+
+def slowest(told: Told, side: str, what: str = "seconds") -> list[float]:
+    """Of each round the slowest process: a job goes on when that does."""
+    rounds = zip(*(process[side] for process in told), strict=True)
+    return [max(process[what] for process in found) for found in rounds]
+
+
+def cpu_seconds(told: Told, side: str) -> float:
+    """CPU seconds of all processes in a round: the median."""
+    rounds = zip(*(process[side] for process in told), strict=True)
+    sums: list[float] = [sum(p["cpu_seconds"] for p in found) for found in rounds]
+    return statistics.median(sums)
+
+
+def pairs_of(told: Told, ours: str, other: str, what: str = "seconds") -> list[Pair]:
+    """The rounds of two sides; the first one is left out: it warms up."""
+    both = zip(slowest(told, ours, what), slowest(told, other, what), strict=True)
+    return [Pair(*found) for found in both][1:]
+
+
+def result_of(
+    case: str, told: Told, other: str, notes: str, *, ours: str = "ours", what: str = "seconds"
+) -> Result:
+    """The result of a case, with the CPU seconds of both sides in its notes."""
+    return compared(
+        case,
+        pairs_of(told, ours, other, what),
+        f"{notes}; CPU seconds in all processes: ours {cpu_seconds(told, ours):.2f}, other"
+        f" {cpu_seconds(told, other):.2f}",
+    )
