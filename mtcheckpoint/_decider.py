@@ -16,6 +16,7 @@ from mtcheckpoint import _policy
 from mtcheckpoint._backlog import Backlog
 from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._orbax import OrbaxPolicy, is_continuous
+from mtcheckpoint._pace import Pace
 from mtcheckpoint._policy import ClusterState, HostReport, Policy, Verdict
 from mtcheckpoint.config import CheckpointConfig
 
@@ -126,6 +127,7 @@ class Decider:
         self._ask_every = ask_every
         self._now = now
         self._backlog = Backlog()
+        self._pace = Pace()
         self._first_step = 0
         self._saved: list[tuple[int, float]] = []
         self._started: int | None = None
@@ -156,6 +158,7 @@ class Decider:
         """Notes that a save of `step` was started."""
         self._saved = [pair for pair in self._saved if pair[0] < step]
         self._saved.append((step, self._now()))
+        self._pace.started(step, self._saved[-1][1])
         self._started = step
         self._answered = None
         # Asked again at the next step, whatever the policy said: the save may fail.
@@ -165,6 +168,7 @@ class Decider:
         """Notes that the run goes on from a restored step."""
         self._first_step = step + 1
         self._saved = []
+        self._pace = Pace()
         self._started = None
         self._answered = None
         self._last_step = step
@@ -207,13 +211,22 @@ class Decider:
         return Decision(
             save=verdict.save and not faults,
             reason=verdict.reason,
-            # While a save is in progress it can fail, and that must be heard soon.
-            ask_again_at=(
-                step + 1 if _is_saving(state) else min(verdict.ask_again_at, step + self._ask_every)
-            ),
+            ask_again_at=min(self._ask_again_at(state, verdict), step + self._ask_every),
             failed_saves=len(failed),
             faults=faults,
         )
+
+    def _ask_again_at(self, state: ClusterState, verdict: Verdict) -> int:
+        step, now = state.step, state.now_seconds
+        soon = step + 1
+        if state.started_step is not None and _policy.back_pressure(state) is not None:
+            soon = self._pace.busy(step, now)
+        elif not verdict.save:
+            soon = self._pace.after(verdict.seconds_left, step, now)
+        if verdict.ask_again_at == step + 1:
+            return soon
+        # A save in progress can fail, whatever is due: that is heard when it should be over.
+        return min(soon, verdict.ask_again_at) if _is_saving(state) else verdict.ask_again_at
 
 
 def _is_saving(state: ClusterState) -> bool:

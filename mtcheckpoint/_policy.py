@@ -103,11 +103,13 @@ class Verdict:
         reason: why, or why not; for people.
         ask_again_at: the first step at which the answer could be yes, as long as no report
             changes. No process needs to ask before.
+        seconds_left: the seconds from now on in which it cannot be yes either.
     """
 
     save: bool
     reason: str
     ask_again_at: int
+    seconds_left: float = 0.0
 
 
 class Policy(Protocol):
@@ -196,7 +198,9 @@ class AnyOf:
         verdicts = [policy.wants(state) for policy in self.policies]
         first = next((verdict for verdict in verdicts if verdict.save), verdicts[0])
         return dataclasses.replace(
-            first, ask_again_at=min(verdict.ask_again_at for verdict in verdicts)
+            first,
+            ask_again_at=min(verdict.ask_again_at for verdict in verdicts),
+            seconds_left=min(verdict.seconds_left for verdict in verdicts),
         )
 
 
@@ -272,7 +276,12 @@ def _after_seconds(state: ClusterState, seconds: float, what: str) -> Verdict:
     passed = state.now_seconds - state.saved[-1][1]
     # Below zero: the times come from another clock, so nothing is known about the interval.
     if 0 <= passed < seconds:
-        return _no(state, f"{what}: {passed:.1f} of {seconds:g} s since the last save have passed")
+        return Verdict(
+            save=False,
+            reason=f"{what}: {passed:.1f} of {seconds:g} s since the last save have passed",
+            ask_again_at=state.step + 1,
+            seconds_left=seconds - passed,
+        )
     return _yes(state, f"{what}: {passed:.1f} s since the last save", state.step + 1)
 
 
