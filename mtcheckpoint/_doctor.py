@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from mtcheckpoint import _preflight
+from mtcheckpoint._clock import Deadline, run_within
 from mtcheckpoint._preflight import Finding
 from mtcheckpoint._shares.backups import BackupRoot, open_filesystem
 from mtcheckpoint.config import CheckpointConfig
@@ -164,7 +165,11 @@ def _namespace(url: str, what: str, timeout_secs: float) -> Finding:
     bucket = path.partition("/")[0]
     remedy = "Google's replicator backs up only to buckets with one: make the bucket with it"
     try:
-        layout = filesystem.call("GET", "b/{}/storageLayout", bucket, json_out=True)
+        layout = run_within(
+            lambda: filesystem.call("GET", "b/{}/storageLayout", bucket, json_out=True),
+            Deadline.after(timeout_secs),
+            f"the layout of {bucket}",
+        )
         enabled = layout.get("hierarchicalNamespace", {}).get("enabled", False)
     except Exception as error:  # no permission, an older server, a gcsfs without `call`
         found = f"hierarchical namespace: unknown ({type(error).__name__})"
@@ -179,8 +184,10 @@ def _writable(url: str, what: str, timeout_secs: float) -> Finding:
     try:
         filesystem, path = open_filesystem(url, timeout_secs)
         trial = f"{path}/.mtcheckpoint-doctor-{uuid.uuid4().hex}"
-        filesystem.pipe_file(trial, b"mtcheckpoint doctor --write-test")
-        filesystem.rm_file(trial)
+        deadline = Deadline.after(timeout_secs)
+        content = b"mtcheckpoint doctor --write-test"
+        run_within(lambda: filesystem.pipe_file(trial, content), deadline, trial)
+        run_within(lambda: filesystem.rm_file(trial), deadline, trial)
     except Exception as error:  # each file system raises its own
         found = f"cannot be written: {type(error).__name__}: {error}"
         remedy = "the replicator needs the role storage.objectUser on the bucket"

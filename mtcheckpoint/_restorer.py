@@ -21,7 +21,7 @@ from mtcheckpoint._reader import ReadPlan, read_state, tensorstore_context
 from mtcheckpoint._replicas import leaf_digests, unequal_leaves, unequal_twins, uneven_groups
 from mtcheckpoint._restore import box_shape
 from mtcheckpoint._restored import Candidate, PassedOver, Request, RestoredState, RestoreReport
-from mtcheckpoint._shares.contents import read_extras
+from mtcheckpoint._shares.contents import is_unreadable, read_extras
 from mtcheckpoint._shares.identity import decode_extras
 from mtcheckpoint._shares.peers import ShareServer
 from mtcheckpoint._shares.places import LocalPlace, PeerPlace, Place, Tier, farthest
@@ -325,14 +325,15 @@ class _Attempt:
         found: tuple[Any, tuple[Mapping[str, Any], ...]] | None = None
         with self._timed("read"):
             for _ in range(_READ_ROUNDS):
-                fault = ""
+                fault, unread = "", False
                 if found is None:
-                    found, fault = self._try_to_read(plan)
+                    found, fault, unread = self._try_to_read(plan)
                 again = bool(fault) and self._sources.drop(fault)
-                told = self._gather_slow("read", [fault, again])
-                self._faults = {p: text for p, (text, _) in enumerate(told) if text}
+                told = self._gather_slow("read", [fault, again, unread])
+                self._faults = {p: text for p, (text, *_) in enumerate(told) if text}
+                self._raise_if_unread([p for p, (*_, unread) in enumerate(told) if unread])
                 self._raise_if_strict()
-                if not self._faults or not all(again for text, again in told if text):
+                if not self._faults or not all(again for text, again, _ in told if text):
                     break
                 replan = self._plan if fault else functools.partial(_same, plan)
                 plan = self._together("plan again", replan)
@@ -344,7 +345,12 @@ class _Attempt:
 
     def _try_to_read(
         self, plan: ReadPlan
-    ) -> tuple[tuple[Any, tuple[Mapping[str, Any], ...]] | None, str]:
+    ) -> tuple[tuple[Any, tuple[Mapping[str, Any], ...]] | None, str, bool]:
+        """State and extras, or what is wrong, and whether that is only that nothing could be read.
+
+        Memory that cannot be read is as good as lost. Of a backup it means that nobody knows
+        whether it is whole, so that an older one is no answer.
+        """
         deadline = Deadline.after(self._r.timeout_secs)
         try:
             state = read_state(
@@ -356,9 +362,23 @@ class _Attempt:
             extras = run_within(
                 lambda: self._extras(plan), deadline, f"the extras of step {self._candidate.step}"
             )
-            return (state, extras), ""
+            return (state, extras), "", False
         except (ShareError, TierUnreadableError, WaitTimeoutError) as error:
-            return None, str(error)
+            in_backup = self._candidate.backup is not None
+            return None, str(error), in_backup and _says_nothing(error)
+
+    def _raise_if_unread(self, processes: Sequence[int]) -> None:
+        """Raises, on all processes, when some could not read a backup."""
+        if processes:
+            names = self._coordinator.names(processes)
+            listed = "; ".join(
+                f"{name}: {self._faults[process]}"
+                for name, process in zip(names, processes, strict=True)
+            )
+            raise TierUnreadableError(
+                f"step {self._candidate.step} in {self._candidate.source} cannot be read: {listed}",
+                place=self._candidate.source,
+            )
 
     def _restored(
         self,
@@ -487,6 +507,14 @@ def _bad_copy(step: int | None, source: str, reason: str) -> RestoreError:
     return RestoreError(
         f"a copy of step {step} ({source}) is bad: {reason}. Without strict, another copy or an"
         " older step is used"
+    )
+
+
+def _says_nothing(error: Exception) -> bool:
+    """Whether a failed read leaves open what is there."""
+    cause = error.__cause__
+    return isinstance(error, TierUnreadableError | WaitTimeoutError) or (
+        isinstance(cause, ValueError) and is_unreadable(cause)
     )
 
 

@@ -31,6 +31,7 @@ class Fault:
         delay_secs: before the answer.
         method: only requests of this method; None: of any.
         body: only requests with these bytes in the body.
+        least_bytes: only requests for a range of at least so many bytes; 0: of any.
         harm: ``"reset"``: no answer, and the server hears nothing; ``"lose"``: no answer, though
             the server has done it; ``"cut"``: half an answer; ``"corrupt"``: one byte is another
             in what is sent (POST) or answered (GET).
@@ -42,11 +43,16 @@ class Fault:
     delay_secs: float = 0.0
     method: str | None = None
     body: bytes = b""
+    least_bytes: int = 0
     harm: str | None = None
     hits: int = 0
 
-    def applies(self, path: str, method: str = "GET", body: bytes = b"") -> bool:
+    def applies(
+        self, path: str, method: str = "GET", body: bytes = b"", range_bytes: int = 0
+    ) -> bool:
         if not re.search(self.path, path) or self.times == self.hits:
+            return False
+        if range_bytes < self.least_bytes:
             return False
         if self.method not in (None, method) or self.body not in body:
             return False
@@ -101,7 +107,7 @@ class FaultyProxy:
         self.methods.add(request.method)
         body = await request.read()
         for fault in self.faults:
-            if fault.applies(path, request.method, body):
+            if fault.applies(path, request.method, body, _range_bytes(request)):
                 await asyncio.sleep(fault.delay_secs)
                 if fault.status is not None:
                     error = {"error": {"code": fault.status, "message": "made by the proxy"}}
@@ -136,6 +142,12 @@ class FaultyProxy:
         ) as answer:
             kept = {k: v for k, v in answer.headers.items() if k.lower() not in _NOT_PASSED_ON}
             return web.Response(status=answer.status, headers=kept, body=await answer.read())
+
+
+def _range_bytes(request: web.Request) -> int:
+    """Bytes that are asked for by a range with both ends; 0 otherwise."""
+    first, _, last = request.headers.get("Range", "").removeprefix("bytes=").partition("-")
+    return int(last) - int(first) + 1 if first and last else 0
 
 
 def _other_byte(body: bytes) -> bytes:
