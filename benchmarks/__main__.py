@@ -8,17 +8,31 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import agreement, planning, restoring, saving
-from benchmarks.results import Case, Result, Settings, machine
+from benchmarks import (
+    agreement,
+    memory,
+    planning,
+    restoring,
+    saving,
+    scaling,
+    stepping,
+    torch_dcp,
+)
+from benchmarks.results import Case, NotInstalledError, Result, Settings, machine
 
 __all__ = ["CASES", "main"]
 
-CASES: dict[str, Case] = {
-    **planning.CASES,
-    **agreement.CASES,
-    **saving.CASES,
-    **restoring.CASES,
-}
+_MODULES = (
+    planning,
+    agreement,
+    saving,
+    restoring,
+    torch_dcp,
+    stepping,
+    scaling,
+    memory,
+)
+CASES: dict[str, Case] = {name: case for module in _MODULES for name, case in module.CASES.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,8 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = Settings(size_mib=arguments.size_mib, pairs=arguments.pairs)
     results = []
     for name in arguments.case or CASES:
-        results.append(CASES[name](settings))
-        _show(results[-1])
+        try:
+            results.append(CASES[name](settings))
+        except NotInstalledError as error:
+            print(f"{name}: skipped: {error}", flush=True)
+        else:
+            _show(results[-1])
     if arguments.json:
         found = {"machine": machine(), "results": [result.to_json() for result in results]}
         arguments.json.write_text(json.dumps(found, indent=1))

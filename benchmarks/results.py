@@ -10,7 +10,16 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["Pair", "Result", "Settings", "compared", "machine", "memory_bytes"]
+__all__ = [
+    "NotInstalledError",
+    "Pair",
+    "Result",
+    "Settings",
+    "compared",
+    "machine",
+    "memory_bytes",
+    "times_of",
+]
 
 _PACKAGES = ("jax", "jaxlib", "orbax-checkpoint", "tensorstore", "numpy", "mtcheckpoint")
 
@@ -38,7 +47,8 @@ class Result:
 
     Attributes:
         case: its name.
-        ratio: the other's over ours: above 1, ours is faster or smaller.
+        ratio: the other's over ours: above 1, ours is faster or smaller. Of ``scale_*`` and
+            ``memory_*`` how many times the other ours is: there, less is better.
         ours: median of ours, in `unit`.
         other: median of what it is compared with.
         unit: ``"s"``, or ``"B"`` for bytes.
@@ -56,6 +66,10 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+class NotInstalledError(Exception):
+    """A case cannot run without a package that is not part of this library; says which."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,6 +92,12 @@ def compared(case: str, pairs: Sequence[Pair], notes: str, *, unit: str = "s") -
         spread=(min(ratios), max(ratios)),
         notes=notes,
     )
+
+
+def times_of(case: str, pairs: Sequence[Pair], notes: str, *, unit: str = "s") -> Result:
+    """The result of a case in which ours is some times the other, and should be few times."""
+    turned = compared(case, [Pair(pair.other, pair.ours) for pair in pairs], notes, unit=unit)
+    return dataclasses.replace(turned, ours=turned.other, other=turned.ours)
 
 
 def machine() -> dict[str, Any]:

@@ -61,14 +61,14 @@ def own_volume(root: str) -> Path:
 
 
 class Ours:
-    """`ReplicatedCheckpointManager` without a replicator, sealed and verified as it comes."""
+    """`ReplicatedCheckpointManager` without a replicator, sealed and verified as it comes.
+
+    Args:
+        root: below it are the volumes of all processes.
+        flags_of_config: of `CheckpointConfig`, in place of what is taken here.
+    """
 
     def __init__(self, root: str, **flags_of_config: Any) -> None:
-        """
-        Args:
-            root: below it are the volumes of all processes.
-            flags_of_config: of `CheckpointConfig`, in place of what is taken here.
-        """
         self._folder = own_volume(root) / "ours"
         self._folder.mkdir(parents=True, exist_ok=True)
         given: dict[str, Any] = {
@@ -106,9 +106,15 @@ class Ours:
 
 
 class Orbax:
-    """Orbax's `ReplicatorCheckpointManager` as it comes."""
+    """Orbax's `ReplicatorCheckpointManager` as it comes.
 
-    def __init__(self, root: str) -> None:
+    Args:
+        root: below it are the volumes of all processes.
+        keep: newest steps that it keeps; None keeps all.
+    """
+
+    def __init__(self, root: str, *, keep: int | None = None) -> None:
+        self._policy = None if keep is None else ocp.checkpoint_managers.LatestN(n=keep)
         self._folder = own_volume(root) / "orbax"
         self._folder.mkdir(parents=True, exist_ok=True)
         _be_a_program()
@@ -116,7 +122,7 @@ class Orbax:
     def open(self) -> None:
         self.manager = replicated.ReplicatorCheckpointManager(
             self._folder,
-            options=replicated.ReplicatorCheckpointManagerOptions(),
+            options=replicated.ReplicatorCheckpointManagerOptions(preservation_policy=self._policy),
             global_mesh=states.mesh(),
         )
 

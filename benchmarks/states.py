@@ -11,7 +11,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mtcheckpoint.testing import case_mesh
 
-__all__ = ["LAYOUTS", "abstract", "assert_equal", "check", "filled", "flat", "mesh", "own_bytes"]
+__all__ = [
+    "LAYOUTS",
+    "abstract",
+    "assert_equal",
+    "check",
+    "filled",
+    "flat",
+    "mesh",
+    "own_bytes",
+    "shapes",
+]
 
 _LAYERS = 8
 _ALL = ("data", "model")
@@ -25,28 +35,38 @@ def mesh() -> Mesh:
     return case_mesh(jax.device_count() // 2, 2)
 
 
-def abstract(size_bytes: int, layout: str = "rows") -> dict[str, Any]:
-    """Parameters, both moments of Adam and a count: 192 float32 leaves and a scalar.
+def shapes(size_bytes: int) -> dict[str, Any]:
+    """Parameters, both moments of Adam and a count: 192 leaves of float32 and a scalar.
 
     Args:
         size_bytes: about what all of it takes.
-        layout: one of `LAYOUTS`.
     """
     # A layer has 12 * width**2 parameters, three times, of 4 bytes.
     width = max(math.isqrt(size_bytes // (_LAYERS * 144)) // 8 * 8, 8)
-    shapes = {
+    layer = {
         **{f"attention_{part}": (width, width) for part in "qkvo"},
         "mlp_up": (width, 4 * width),
         "mlp_down": (4 * width, width),
         "norm_1": (width,),
         "norm_2": (width,),
     }
-    layers = {
-        f"layer_{number}": {name: _leaf(shape, layout) for name, shape in shapes.items()}
-        for number in range(_LAYERS)
-    }
-    count = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh(), PartitionSpec()))
-    return {"params": layers, "adam": {"mu": layers, "nu": layers, "count": count}}
+    layers = {f"layer_{number}": layer for number in range(_LAYERS)}
+    return {"params": layers, "adam": {"mu": layers, "nu": layers, "count": ()}}
+
+
+def abstract(size_bytes: int, layout: str = "rows") -> dict[str, Any]:
+    """What a state of these `shapes` is like, with shardings.
+
+    Args:
+        size_bytes: about what all of it takes.
+        layout: one of `LAYOUTS`.
+    """
+    tree: dict[str, Any] = jax.tree.map(
+        lambda shape: _leaf(shape, layout),
+        shapes(size_bytes),
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+    return tree
 
 
 def flat(size_bytes: int, leaves: int) -> dict[str, Any]:
@@ -57,9 +77,9 @@ def flat(size_bytes: int, leaves: int) -> dict[str, Any]:
 
 
 def _leaf(shape: tuple[int, ...], layout: str) -> jax.ShapeDtypeStruct:
-    spec = LAYOUTS[layout] if len(shape) == 2 else (_ALL,)
-    sharding = NamedSharding(mesh(), PartitionSpec(*spec))
-    return jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+    spec: dict[int, tuple[Any, ...]] = {0: (), 1: (_ALL,), 2: LAYOUTS[layout]}
+    sharding = NamedSharding(mesh(), PartitionSpec(*spec[len(shape)]))
+    return jax.ShapeDtypeStruct(shape, np.float32 if shape else np.int32, sharding=sharding)
 
 
 def own_bytes(tree: Any) -> int:
@@ -105,7 +125,7 @@ def assert_equal(found: Any, wanted: Any) -> None:
 
 
 def _expected(number: int, leaf: Any, index: tuple[slice, ...]) -> np.ndarray:
-    """Random elements from -0.5 to 0.5, which follow from the leaf and their place in it."""
+    """Random elements between -1 and 1, which follow from the leaf and their place in it."""
     if not leaf.shape:
         return np.array(number, leaf.dtype)
     place = np.zeros((1,) * len(leaf.shape), np.uint32)
@@ -116,13 +136,19 @@ def _expected(number: int, leaf: Any, index: tuple[slice, ...]) -> np.ndarray:
 
 
 def _random(numbers: np.ndarray) -> np.ndarray:
-    """MurmurHash3's finalizer, as the mantissas of float32."""
+    """MurmurHash3's finalizer, as sign and mantissa of float32; small exponents are rare.
+
+    Like weights, they hardly get smaller by compression.
+    """
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         numbers ^= numbers >> np.uint32(shift)
         numbers *= np.uint32(factor)
     numbers ^= numbers >> np.uint32(16)
-    numbers >>= np.uint32(9)
-    numbers |= np.uint32(0x3F800000)
-    floats: np.ndarray = numbers.view(np.float32)
-    floats -= 1.5
-    return floats
+    exponents = _EXPONENTS[(numbers >> np.uint32(23)) & np.uint32(0xFF)]
+    numbers &= np.uint32(0x807FFFFF)
+    numbers |= exponents
+    return numbers.view(np.float32)
+
+
+# As if numbers were even between 0 and 1: half of them from 0.5 on, a quarter from 0.25 on.
+_EXPONENTS = np.array([(126 - (8 - number.bit_length())) << 23 for number in range(256)], np.uint32)

@@ -12,7 +12,7 @@ from benchmarks.results import Pair, Result, compared
 __all__ = ["Told", "clocked", "cpu_seconds", "pairs_of", "result_of", "slowest"]
 
 Told = Sequence[dict[str, list[dict[str, float]]]]
-"""What each process tells: of each side, in order, the seconds of its rounds."""
+"""What each process tells: of each side that it took part in, the seconds of its rounds."""
 
 
 def clocked(action: Callable[[], Any]) -> tuple[dict[str, float], Any]:
@@ -25,15 +25,19 @@ def clocked(action: Callable[[], Any]) -> tuple[dict[str, float], Any]:
 
 def slowest(told: Told, side: str, what: str = "seconds") -> list[float]:
     """Of each round the slowest process: a job goes on when that does."""
-    rounds = zip(*(process[side] for process in told), strict=True)
-    return [max(process[what] for process in found) for found in rounds]
+    return [max(process[what] for process in found) for found in _rounds(told, side)]
 
 
 def cpu_seconds(told: Told, side: str) -> float:
     """CPU seconds of all processes in a round: the median."""
-    rounds = zip(*(process[side] for process in told), strict=True)
-    sums: list[float] = [sum(p["cpu_seconds"] for p in found) for found in rounds]
-    return statistics.median(sums)
+    return statistics.median(
+        sum(process["cpu_seconds"] for process in found) for found in _rounds(told, side)
+    )
+
+
+def _rounds(told: Told, side: str) -> list[tuple[dict[str, float], ...]]:
+    """What the processes of one side tell, round by round."""
+    return list(zip(*(process[side] for process in told if side in process), strict=True))
 
 
 def pairs_of(told: Told, ours: str, other: str, what: str = "seconds") -> list[Pair]:

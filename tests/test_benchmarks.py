@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,17 +17,28 @@ pytestmark = pytest.mark.extended
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
 
-from benchmarks import agreement, planning  # noqa: E402
-from benchmarks.__main__ import CASES, main  # noqa: E402
+from benchmarks import (  # noqa: E402
+    agreement,
+    memory,
+    planning,
+    restoring,
+    saving,
+    scaling,
+    stepping,
+)
+from benchmarks.__main__ import main  # noqa: E402
 from benchmarks.results import Pair, compared  # noqa: E402
 
-SAVES = [case for case in CASES if case.startswith(("save_vs", "blocked"))]
-RESTORES = [case for case in CASES if case.startswith("restore_vs")]
+RESTORES = [case for case in restoring.CASES if case.startswith("restore_vs")]
+TIMES = [*scaling.CASES, *memory.CASES]
 TIERS = {"restore_other_mesh": "peer", "elastic_restore": "peer", "backup_restore": "backup"}
 
 
 def run(folder: Path, *cases: str) -> dict[str, Any]:
-    """What ``python -m benchmarks`` writes for some cases, on as little as possible."""
+    """What ``python -m benchmarks`` writes for some cases, on as little as possible.
+
+    Also ``output``, what it prints.
+    """
     target = folder / "results.json"
     chosen = [part for case in cases for part in ("--case", case)]
     command = [sys.executable, "-m", "benchmarks", *chosen, "--json", str(target)]
@@ -41,13 +53,13 @@ def run(folder: Path, *cases: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(target.read_text())
     assert all(case in done.stdout for case in cases)
-    return found
+    return {**found, "output": done.stdout}
 
 
 def test_pure_cases_have_the_agreed_form(tmp_path: Path) -> None:
     found = run(tmp_path, "plan_scale", "agreement_bytes")
 
-    assert set(found) == {"machine", "results"}
+    assert set(found) - {"output"} == {"machine", "results"}
     assert {"cpu", "cores", "memory_bytes", "python", "packages"} <= set(found["machine"])
     keys = {"case", "ratio", "ours", "other", "unit", "spread", "notes"}
     assert all(set(result) == keys for result in found["results"])
@@ -63,7 +75,11 @@ def test_pure_cases_have_the_agreed_form(tmp_path: Path) -> None:
 # Each side's state is compared, element for element, by the cases themselves.
 
 
-@pytest.mark.parametrize("cases", [SAVES, RESTORES], ids=["saves", "restores"])
+@pytest.mark.parametrize(
+    "cases",
+    [[*saving.CASES], RESTORES, [*stepping.CASES]],
+    ids=["saves", "restores", "slowdowns"],
+)
 def test_sides_are_checked_and_compared(cases: list[str], tmp_path: Path) -> None:
     results = run(tmp_path, *cases)["results"]
     assert [result["case"] for result in results] == cases
@@ -71,6 +87,22 @@ def test_sides_are_checked_and_compared(cases: list[str], tmp_path: Path) -> Non
         assert result["ours"] > 0 and result["other"] > 0
         assert result["ratio"] == pytest.approx(result["other"] / result["ours"])
         assert "CPU seconds" in result["notes"]
+
+
+def test_what_should_be_few_times_is_ours_over_the_other(tmp_path: Path) -> None:
+    results = run(tmp_path, *TIMES)["results"]
+    assert [result["case"] for result in results] == TIMES
+    for result in results:
+        assert result["ratio"] == pytest.approx(result["ours"] / result["other"])
+
+
+def test_torch_is_measured_or_said_to_be_missing(tmp_path: Path) -> None:
+    found = run(tmp_path, "save_vs_torch_dcp", "load_vs_torch_dcp")
+    if importlib.util.find_spec("torch") is None:
+        assert found["results"] == []
+        assert found["output"].count("skipped: torch is not installed") == 2
+    else:
+        assert all(result["ratio"] > 0 for result in found["results"])
 
 
 @pytest.mark.parametrize(("case", "tier"), TIERS.items())
