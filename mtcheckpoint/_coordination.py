@@ -140,10 +140,28 @@ class Coordinator:
     ) -> _T:
         """Runs `attempt` here; returns its result when it succeeded on all processes.
 
+        As `share`, with nothing told.
+        """
+        return self.share(topic, attempt, tell=lambda _: None, timeout_secs=timeout_secs)[0]
+
+    def share(
+        self,
+        topic: str,
+        attempt: Callable[[], _T],
+        *,
+        tell: Callable[[_T], Any],
+        timeout_secs: float | None = None,
+    ) -> tuple[_T, tuple[Any, ...]]:
+        """Runs `attempt` here, and tells all processes of its result when all have succeeded.
+
         Args:
             topic: what is attempted, for the messages.
             attempt: runs on every process; its result stays on this one.
+            tell: what the others are told of it; any JSON.
             timeout_secs: seconds to wait for the others after the own attempt.
+
+        Returns:
+            The own result, and what each process told, in process order.
 
         Raises:
             Exception: what `attempt` raised here, with a note about the others.
@@ -152,6 +170,7 @@ class Coordinator:
         """
         try:
             result = attempt()
+            told = tell(result)
         except Exception as error:
             self._report_failure(topic, error, timeout_secs)
             raise
@@ -159,13 +178,13 @@ class Coordinator:
             # An interrupt ends this process: tell the others, but do not wait for them.
             self._leave(topic, error)
             raise
-        faults = self.gather(topic, None, timeout_secs=timeout_secs)
-        failed = _failed(faults)
+        reports = self.gather(topic, {"told": told}, timeout_secs=timeout_secs)
+        failed = _failed(reports)
         if failed:
             raise CoordinationError(
-                f"{topic!r} failed: {self._fault_text(faults)}", processes=failed
+                f"{topic!r} failed: {self._fault_text(reports)}", processes=failed
             )
-        return result
+        return result, tuple(report["told"] for report in reports)
 
     def lead(
         self, topic: str, compute: Callable[[], Any], *, timeout_secs: float | None = None
@@ -308,7 +327,7 @@ class Coordinator:
         if self.is_leader:
             self._store.set_once(f"{folder}/verdict", _encode({"error": _described(error, topic)}))
 
-    def _fault_text(self, faults: Sequence[str | None]) -> str:
+    def _fault_text(self, faults: Sequence[Any]) -> str:
         failed = _failed(faults)
         names = self.names(failed)
         return "; ".join(
@@ -344,8 +363,9 @@ _made: Counter[str] = Counter()
 _made_lock = threading.Lock()
 
 
-def _failed(faults: Sequence[str | None]) -> list[int]:
-    return [process for process, fault in enumerate(faults) if fault is not None]
+def _failed(reports: Sequence[str | dict[str, Any]]) -> list[int]:
+    """A process that failed reports a text."""
+    return [process for process, report in enumerate(reports) if isinstance(report, str)]
 
 
 # What goes over the wire.

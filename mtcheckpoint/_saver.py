@@ -22,13 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tensorstore as ts
-
 from mtcheckpoint import _events
 from mtcheckpoint._clock import POLL_SECONDS, Deadline, wait_for
 from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._orbax import ShareWriter
-from mtcheckpoint._shares.contents import read_contents, stored_leaves
 from mtcheckpoint._shares.identity import (
     EXTRAS_FILE,
     IDENTITY_FILE,
@@ -36,12 +33,10 @@ from mtcheckpoint._shares.identity import (
     identity_to_json,
     new_save_id,
 )
-from mtcheckpoint._shares.places import LocalPlace
 from mtcheckpoint._shares.seal import (
     SEAL_FILE,
-    Pieces,
+    Seal,
     Summary,
-    digests_of_pieces,
     seal_share,
     seal_to_json,
     summary_of,
@@ -83,12 +78,20 @@ class SaveRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Save:
-    """What all processes know of a save when they begin it; extras and ranks in rank order."""
+    """What all processes know of a save when they begin it."""
 
     save_id: str
+    # In rank order.
     extras: Sequence[Any]
-    pieces: Pieces
-    ranks: Sequence[Summary]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Sealed:
+    """A share that is written and waits for its commit."""
+
+    path: Path
+    seal: Seal
+    size_bytes: int
 
 
 class Saver:
@@ -127,7 +130,6 @@ class Saver:
         self._fault: str | None = None
         self._committed: int | None = None
         self._phase = ("", 0.0)
-        self._context = ts.Context()
         self._requests: queue.Queue[SaveRequest | None] = queue.Queue()
         self._idle = threading.Event()
         self._idle.set()
@@ -200,7 +202,9 @@ class Saver:
             if request is None:
                 break
             self._save(request)
+            del request  # as long as it is there, training cannot have the memory of its arrays
             self._idle.set()
+            self._steps.sweep()  # nobody waits for it
         self._look_at_the_first_step()
         if self._writer is not None:
             self._writer.close()
@@ -243,6 +247,7 @@ class Saver:
         except Exception as error:
             self._undo(request.step)
             self._failed.append(request.step)
+            traceback.clear_frames(error.__traceback__)  # they hold the snapshot
             self._errors.append(self._translated(request.step, error))
             _events.happened("save/failed", step=request.step, error=type(error).__name__)
             self._finished(request.step)
@@ -252,18 +257,27 @@ class Saver:
             _events.happened("save/committed", step=request.step, bytes=size, seconds=seconds)
 
     def _write_and_commit(self, request: SaveRequest) -> int:
-        self._enter("the snapshot")
-        pieces = digests_of_pieces(request.snapshot.tree)
         self._enter("the other processes to begin it")
-        save = self._agree_on(request, pieces)
-        share = self._together("write", lambda: self._write(request, save))
-        size = size_bytes(share)
-        self._together("commit", lambda: self._commit(share, request.step, size))
+        save = self._agree_on(request)
+        share, told = self._together(
+            "write", lambda: self._write(request, save), tell=self._summary
+        )
+        ranks = [summary for _, summary in sorted(told)]
+        self._together("commit", lambda: self._commit(share, request.step, ranks))
         self._steps.tidy()
-        return size
+        return share.size_bytes
 
-    def _together(self, what: str, attempt: Callable[[], _T]) -> _T:
-        """Does one part of a save here; returns when all processes have done it."""
+    def _summary(self, share: _Sealed) -> tuple[int, Summary]:
+        return self._identity.node_rank, summary_of(share.seal.chunks)
+
+    def _together(
+        self, what: str, attempt: Callable[[], _T], tell: Callable[[_T], Any] = lambda _: None
+    ) -> tuple[_T, tuple[Any, ...]]:
+        """Does one part of a save here; returns when all processes have done it.
+
+        Returns:
+            The own result, and what all processes tell of theirs.
+        """
 
         def here() -> _T:
             self._enter(f"this process to {what} its share")
@@ -272,22 +286,18 @@ class Saver:
             finally:
                 self._enter(f"the other processes to {what} theirs")
 
-        return self._coordinator.agree(f"save/{what}", here, timeout_secs=self._timeout_secs)
+        return self._coordinator.share(
+            f"save/{what}", here, tell=tell, timeout_secs=self._timeout_secs
+        )
 
     def _enter(self, phase: str) -> None:
         self._phase = (phase, time.monotonic())
 
-    def _agree_on(self, request: SaveRequest, pieces: Pieces) -> _Save:
+    def _agree_on(self, request: SaveRequest) -> _Save:
         """What all must know of the save; all processes must be saving the same step."""
         told = self._coordinator.gather(
             "save/begin",
-            [
-                request.step,
-                new_save_id(),
-                request.extras,
-                self._identity.node_rank,
-                summary_of(pieces),
-            ],
+            [request.step, new_save_id(), request.extras],
             timeout_secs=self._timeout_secs,
         )
         steps = [step for step, *_ in told]
@@ -300,12 +310,10 @@ class Saver:
             )
         return _Save(
             save_id=told[0][1],
-            extras=request.all_extras or [extras for _, _, extras, *_ in told],
-            pieces=pieces,
-            ranks=[(which, what) for _, (which, what) in sorted(entry[-2:] for entry in told)],
+            extras=request.all_extras or [extras for _, _, extras in told],
         )
 
-    def _write(self, request: SaveRequest, save: _Save) -> Path:
+    def _write(self, request: SaveRequest, save: _Save) -> _Sealed:
         self._await_taken()
         self._steps.prepare(request.step, request.snapshot.size_bytes)
         try:
@@ -339,11 +347,12 @@ class Saver:
             hint="Is the replicator running? Its log says what it does",
         )
 
-    def _write_share(self, request: SaveRequest, save: _Save) -> Path:
+    def _write_share(self, request: SaveRequest, save: _Save) -> _Sealed:
         if self._writer is None:
             self._writer = self._open_writer(self._staging)
         self._staging.mkdir(exist_ok=True)
-        share = self._writer.write(request.step, request.snapshot.tree, request.custom_metadata)
+        written = self._writer.write(request.step, request.snapshot.tree, request.custom_metadata)
+        share = written.path
         identity = dataclasses.replace(
             self._identity,
             step=request.step,
@@ -353,26 +362,17 @@ class Saver:
         _write_text(share / IDENTITY_FILE, identity_to_json(identity))
         _write_text(share / EXTRAS_FILE, json.dumps(list(save.extras)))
         _write_text(share / SHARDINGS_FILE, shardings_to_json(request.snapshot.tree))
-        self._seal(share, request, save)
-        return share
+        seal = seal_share(share, written.arrays, step=request.step, save_id=save.save_id)
+        # As large as it will be: what is added when all have written finds its place.
+        unknown = (summary_of({}),) * self._identity.nodes
+        _write_text(share / SEAL_FILE, seal_to_json(dataclasses.replace(seal, ranks=unknown)))
+        return _Sealed(path=share, seal=seal, size_bytes=size_bytes(share))
 
-    def _seal(self, share: Path, request: SaveRequest, save: _Save) -> None:
-        """Seals what the snapshot holds; looks into the share, so that it can be read is known."""
-        stored = read_contents(LocalPlace(share), self._context, verify="off")
-        seal = seal_share(
-            share,
-            request.snapshot.tree,
-            step=request.step,
-            save_id=save.save_id,
-            leaves=stored_leaves(stored),
-            pieces=save.pieces,
-            ranks=save.ranks,
-        )
-        _write_text(share / SEAL_FILE, seal_to_json(seal))
-
-    def _commit(self, share: Path, step: int, size: int) -> None:
+    def _commit(self, share: _Sealed, step: int, ranks: Sequence[Summary]) -> None:
         self._hold_first_commit()
-        self._steps.commit(share, step, size)
+        seal = dataclasses.replace(share.seal, ranks=tuple(ranks))
+        _write_over(share.path / SEAL_FILE, seal_to_json(seal))
+        self._steps.commit(share.path, step, share.size_bytes)
         if self._writer is not None:
             self._writer.forget()
         # Before the others are told: when a save is over on process 0, it knows so of all.
@@ -427,3 +427,10 @@ def _is_full(error: Exception) -> bool:
 def _write_text(path: Path, text: str) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")
+
+
+def _write_over(path: Path, text: str) -> None:
+    """Writes into a file that is as long already, which takes no space."""
+    with open(path, "r+", encoding="utf-8") as file:
+        file.write(text)
+        file.truncate()

@@ -2,13 +2,15 @@
 
 A snapshot is started on the training thread and finished by the hardware: `device_put` to pinned
 host memory returns before the bytes have moved, and holds the source buffers until they have, so
-that donating or overwriting them afterwards is safe.
+that donating or overwriting them afterwards is safe. On CPU devices, whose memory it is already,
+nothing moves: see `_to_host`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +19,8 @@ import numpy as np
 import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mtcheckpoint._host_array import HostArray
+from mtcheckpoint._restore import Box, box_of
 from mtcheckpoint._trees import flatten_named
 
 __all__ = ["Snapshot", "take_snapshot"]
@@ -30,7 +34,7 @@ class Snapshot:
     """A state that stays as it was.
 
     Attributes:
-        tree: the same tree, its leaves out of training's reach.
+        tree: the same tree, its leaves out of training's reach; a `HostArray` for each array.
         kinds: what a leaf was where its array alone does not tell: by leaf name,
             ``"key:<implementation>"`` for typed PRNG keys, ``"numpy"``, ``"numpy_scalar"`` or the
             type's name for plain Python values.
@@ -57,15 +61,16 @@ def take_snapshot(tree: Any, mesh: jax.sharding.Mesh) -> Snapshot:
     named, structure = flatten_named(tree)
     for name, leaf in named.items():
         _check_leaf(name, leaf)
-    arrays = {n: _as_global(x, mesh) for n, x in named.items() if isinstance(x, jax.Array)}
-    plain = {n: x for n, x in arrays.items() if not _is_key(x)}
-    copies = dict(zip(plain, _copy_to_host(list(plain.values())), strict=True))
-    copies |= {n: _copy_key(x) for n, x in arrays.items() if _is_key(x)}
-    leaves = [copies[n] if n in copies else _copy_plain(x) for n, x in named.items()]
+    arrays = [leaf for leaf in named.values() if isinstance(leaf, jax.Array)]
+    copies = iter(_to_host(arrays, mesh))
+    leaves = [
+        next(copies) if isinstance(leaf, jax.Array) else _copy_plain(leaf)
+        for leaf in named.values()
+    ]
     return Snapshot(
         tree=jax.tree_util.tree_unflatten(structure, leaves),
         kinds={n: kind for n, x in named.items() if (kind := _kind(x)) is not None},
-        size_bytes=sum(_addressable_bytes(x) for x in leaves),
+        size_bytes=sum(_size_bytes(x) for x in leaves),
     )
 
 
@@ -123,49 +128,86 @@ def _kind(leaf: Any) -> str | None:
     return type(leaf).__name__
 
 
-def _as_global(array: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
-    """An array over the whole job, as Orbax wants it, without asking the other processes."""
-    if jax.process_count() == 1 or not array.is_fully_addressable:
-        return array
-    local = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-    data = jax.random.key_data(array) if _is_key(array) else array
-    whole: jax.Array = jax.make_array_from_single_device_arrays(
-        data.shape,
-        NamedSharding(mesh, PartitionSpec()),
-        [jax.device_put(data, device) for device in local],
-    )
-    return _wrapped(whole, array) if _is_key(array) else whole
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    """What this process holds of an array, where it lies now."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    sharding: jax.sharding.Sharding
+    pieces: Mapping[Box, jax.Array]
+    at_rest: bool
 
 
-def _wrapped(data: jax.Array, like: jax.Array) -> jax.Array:
-    key: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
-    return key
+def _to_host(arrays: Sequence[jax.Array], mesh: jax.sharding.Mesh) -> list[HostArray]:
+    """Takes what this process holds of the arrays out of training's reach.
 
-
-def _copy_to_host(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Copies in one call: a call for each leaf costs half a millisecond each.
-
-    Shard by shard: put as a whole, an array of several processes goes through a computation in
-    older versions of JAX, which waits for what is queued on the devices.
+    What is computed and lies in host memory already is only looked at: as long as somebody does,
+    JAX gives that memory to nobody else, and copies where it was to be donated. The rest is copied
+    in one call, as a call for each costs half a millisecond; and shard by shard, as a whole array
+    of several processes goes through a computation in older versions of JAX, which waits for what
+    is queued on the devices.
     """
-    shards = [[shard.data for shard in array.addressable_shards] for array in arrays]
-    flat = [data for own in shards for data in own]
-    if not flat:
-        return arrays
-    if not _has_host_memory(flat[0]):
-        return list(_copy_on_device(arrays))
-    places = [data.sharding.with_memory_kind(_HOST_MEMORY) for data in flat]
-    # Without may_alias, arrays that are in host memory already would be handed back as they are.
-    copies = iter(jax.device_put(flat, places, may_alias=False))
+    found = [_find(array, mesh) for array in arrays]
+    moving = [piece for one in found if not one.at_rest for piece in one.pieces.values()]
+    copies = iter(_copy(moving))
     return [
-        jax.make_array_from_single_device_arrays(
-            array.shape,
-            array.sharding.with_memory_kind(_HOST_MEMORY),
-            [next(copies) for _ in own],
-            dtype=array.dtype,
+        HostArray(
+            shape=one.shape,
+            dtype=one.dtype,
+            sharding=one.sharding,
+            pieces={
+                box: np.asarray(piece) if one.at_rest else next(copies)
+                for box, piece in one.pieces.items()
+            },
         )
-        for array, own in zip(arrays, shards, strict=True)
+        for one in found
     ]
+
+
+def _find(array: jax.Array, mesh: jax.sharding.Mesh) -> _Found:
+    data: Any = jax.random.key_data(array) if _is_key(array) else array
+    places = _places(data.sharding, data.shape)
+    return _Found(
+        shape=data.shape,
+        dtype=data.dtype,
+        # An array that this process has for itself, among several, is one that all have alike.
+        sharding=NamedSharding(mesh, PartitionSpec()) if _is_own(data) else data.sharding,
+        pieces={box: data.addressable_data(position) for box, position in places},
+        at_rest=_is_host_memory(data.sharding) and data.is_ready(),
+    )
+
+
+def _is_own(array: jax.Array) -> bool:
+    return jax.process_count() > 1 and array.is_fully_addressable
+
+
+@functools.lru_cache(maxsize=1024)
+def _places(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[tuple[Box, int], ...]:
+    """The distinct parts that this process holds, and which of its shards has each."""
+    places: dict[Box, int] = {}
+    for position, index in enumerate(sharding.addressable_devices_indices_map(shape).values()):
+        places.setdefault(box_of(index or (), shape), position)
+    return tuple(places.items())
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_host_memory(sharding: jax.sharding.Sharding) -> bool:
+    """Whether the arrays can be looked at where they lie."""
+    return all(device.platform == "cpu" for device in sharding.addressable_devices)
+
+
+def _copy(pieces: list[jax.Array]) -> Sequence[jax.Array]:
+    """Starts copies of arrays of one device each."""
+    if not pieces:
+        return []
+    if not _has_host_memory(pieces[0]):
+        copies: list[jax.Array] = _copy_on_device(pieces)
+        return copies
+    places = [piece.sharding.with_memory_kind(_HOST_MEMORY) for piece in pieces]
+    # Without may_alias, arrays that are in host memory already would be handed back as they are.
+    moved: list[jax.Array] = jax.device_put(pieces, places, may_alias=False)
+    return moved
 
 
 def _has_host_memory(array: jax.Array) -> bool:
@@ -178,12 +220,6 @@ def _copy_on_device(arrays: list[jax.Array]) -> list[jax.Array]:
     return [jnp.copy(array) for array in arrays]
 
 
-def _copy_key(key: jax.Array) -> jax.Array:
-    # Keys cannot be put to another memory; they are a few bytes.
-    data = jnp.copy(jax.random.key_data(key))
-    return _wrapped(data, key)
-
-
 def _copy_plain(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
         return leaf.copy()
@@ -192,8 +228,5 @@ def _copy_plain(leaf: Any) -> Any:
     return leaf
 
 
-def _addressable_bytes(leaf: Any) -> int:
-    if isinstance(leaf, jax.Array):
-        data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
-        return sum(shard.data.nbytes for shard in data.addressable_shards)
-    return int(np.asarray(leaf).nbytes)
+def _size_bytes(leaf: Any) -> int:
+    return int(leaf.nbytes if isinstance(leaf, HostArray) else np.asarray(leaf).nbytes)

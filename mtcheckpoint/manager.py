@@ -451,7 +451,6 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
             staging,
             mesh=self._mesh,
             device_ids_by_rank=_device_ids_by_rank(self._topology.node_ranks),
-            concurrent_gb=self._config.checkpoint_storage_concurrent_gb,
             data_file_size_bytes=self._config.checkpoint_storage_target_data_file_size_bytes,
         )
 

@@ -153,7 +153,7 @@ def test_no_import_cycles() -> None:
 
 
 def test_orbax_has_one_door() -> None:
-    assert importers(sources(), "orbax") == {"_orbax"}
+    assert {name.split(".")[0] for name in importers(sources(), "orbax")} == {"_orbax"}
 
 
 def test_private_jax_has_one_door() -> None:
@@ -191,7 +191,7 @@ def test_pure_modules_do_nothing(name: str) -> None:
     assert found <= EXCEPTIONS.get(name, set())
 
 
-def test_only_the_child_of_the_harness_and_the_command_line_are_programs() -> None:
+def test_only_the_children_of_the_harness_and_the_command_line_are_programs() -> None:
     programs = {
         module.removeprefix(f"{PACKAGE}.")
         for module, tree in sources().items()
@@ -199,7 +199,7 @@ def test_only_the_child_of_the_harness_and_the_command_line_are_programs() -> No
             isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in tree.body
         )
     }
-    assert programs <= {"__main__", "testing._child"}
+    assert programs <= {"__main__", "testing._child", "testing._zygote"}
 
 
 # The rules themselves can fail.

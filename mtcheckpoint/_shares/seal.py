@@ -1,36 +1,33 @@
 """The seal of a share: a checksum of each stored chunk, taken from what training handed over.
 
 It lies inside the share, is written before the share is committed, and travels with it through
-every tier. The arrays are hashed in host memory, as the snapshot holds them. What comes back is
-hashed in host memory again, before it goes to a device. So a byte that changes anywhere between is
-found: in Orbax, on the RAM disk, on the network, in the bucket.
+every tier. The arrays are hashed in host memory, as the snapshot holds them, in the same pass that
+writes them. What comes back is hashed in host memory again, before it goes to a device. So a byte
+that changes anywhere between is found: on the RAM disk, on the network, in the bucket.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-import jax
 import numpy as np
 import xxhash
 
-from mtcheckpoint._restore import Box, Chunk, box_of, chunks_touching
+from mtcheckpoint._restore import Chunk
 from mtcheckpoint._shares.identity import OWN_FOLDER
-from mtcheckpoint._trees import flatten_named
+from mtcheckpoint._shares.writing import WrittenArrays
 from mtcheckpoint.errors import ShareError
 
 __all__ = [
     "SEAL_FILE",
-    "Pieces",
     "Seal",
     "Summary",
     "Verify",
     "digest_of",
-    "digests_of_pieces",
     "seal_from_json",
     "seal_share",
     "seal_to_json",
@@ -57,9 +54,6 @@ _DATA_FOLDER, _PROCESS_FOLDER = "d", "ocdbt.process_"
 # of a model, have the first in common, and should have the second.
 Summary = tuple[str, str]
 _SUMMARY_DIGITS = 16  # there is one for each rank in every seal
-
-# Checksums of what a process holds, by leaf name and box.
-Pieces = Mapping[str, Mapping[Box, str]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,98 +111,34 @@ def digest_of(data: np.ndarray[Any, Any] | bytes) -> str:
     return xxhash.xxh3_128_hexdigest(flat.data)
 
 
-def seal_share(
-    share: Path,
-    tree: Any,
-    *,
-    step: int,
-    save_id: str,
-    leaves: Mapping[str, tuple[tuple[int, ...], str, tuple[int, ...]]],
-    pieces: Pieces | None = None,
-    ranks: Sequence[Summary] = (),
-) -> Seal:
-    """Seals a share that was just written.
+def seal_share(share: Path, arrays: WrittenArrays, *, step: int, save_id: str) -> Seal:
+    """The seal of a share that was just written, but for what the other ranks hold.
 
     Args:
         share: its folder.
-        tree: the snapshot that it was written from.
+        arrays: what was written.
         step: the step.
         save_id: of the save.
-        leaves: shape, element type and chunk shape of each array, as stored.
-        pieces: checksums of the tree's parts that are known already, so that they are not taken
-            again.
-        ranks: of all ranks of the save.
-
-    Raises:
-        ShareError: the share lacks an array of the tree.
     """
-    named, _ = flatten_named(tree)
-    arrays = {name: leaf for name, leaf in named.items() if not isinstance(leaf, str)}
-    known = pieces or {}
-    absent = sorted(arrays.keys() - leaves.keys())
-    if absent:
-        raise ShareError(f"{share}: not written: {', '.join(absent[:5])}", place=str(share))
     return Seal(
         step=step,
         save_id=save_id,
-        leaves=leaves,
-        chunks={
-            name: dict(_sealed_chunks(leaf, leaves[name][2], known.get(name, {})))
-            for name, leaf in arrays.items()
-        },
+        leaves=arrays.leaves,
+        chunks=arrays.chunks,
         files={name: _sealed_file(share, name) for name in sorted(_files(share))},
-        ranks=tuple(ranks),
     )
 
 
-def digests_of_pieces(tree: Any) -> Pieces:
-    """Checksums of the parts of all arrays of a tree that this process holds."""
-    named, _ = flatten_named(tree)
-    return {
-        name: {box: digest_of(data) for box, data in _pieces(leaf).items()}
-        for name, leaf in named.items()
-        if not isinstance(leaf, str)
-    }
-
-
-def summary_of(pieces: Pieces) -> Summary:
-    """Which parts these are, and what they are, in one short checksum each."""
+def summary_of(chunks: Mapping[str, Mapping[Chunk, tuple[int, str]]]) -> Summary:
+    """Which chunks these are, and what they are, in one short checksum each."""
     parts = sorted(
-        (name, box, digest) for name, held in pieces.items() for box, digest in held.items()
+        (name, chunk, checksum)
+        for name, held in chunks.items()
+        for chunk, (_, checksum) in held.items()
     )
-    which = json.dumps([(name, box) for name, box, _ in parts])
+    which = json.dumps([(name, chunk) for name, chunk, _ in parts])
     what = json.dumps(parts)
     return digest_of(which.encode())[:_SUMMARY_DIGITS], digest_of(what.encode())[:_SUMMARY_DIGITS]
-
-
-def _sealed_chunks(
-    leaf: Any, chunk_shape: tuple[int, ...], known: Mapping[Box, str]
-) -> Iterator[tuple[Chunk, tuple[int, str]]]:
-    for box, data in _pieces(leaf).items():
-        for chunk in chunks_touching(box, chunk_shape):
-            part = data[
-                tuple(
-                    slice(index * size - start, (index + 1) * size - start)
-                    for index, size, (start, _) in zip(chunk, chunk_shape, box, strict=True)
-                )
-            ]
-            whole = part.shape == data.shape and box in known
-            yield chunk, (part.nbytes, known[box] if whole else digest_of(part))
-
-
-def _pieces(leaf: Any) -> dict[Box, np.ndarray[Any, Any]]:
-    """The parts of a leaf that this process holds, each once."""
-    if not isinstance(leaf, jax.Array):
-        whole = np.asarray(leaf)
-        return {tuple((0, size) for size in whole.shape): whole}
-    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    found: dict[Box, np.ndarray[Any, Any]] = {}
-    for shard in leaf.addressable_shards:
-        box = box_of(shard.index, leaf.shape)
-        if box not in found:
-            found[box] = np.asarray(shard.data)
-    return found
 
 
 def _files(share: Path) -> Iterator[str]:

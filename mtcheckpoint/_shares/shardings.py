@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 from jax.sharding import NamedSharding
 
 from mtcheckpoint._shares.identity import OWN_FOLDER
@@ -31,7 +30,7 @@ def shardings_to_json(tree: Any) -> str:
     positions: dict[Any, int] = {}
     leaves: dict[str, list[Any]] = {}
     for name, leaf in flatten_named(tree)[0].items():
-        if not isinstance(leaf, jax.Array) or not isinstance(leaf.sharding, NamedSharding):
+        if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
             continue
         mesh = leaf.sharding.mesh
         if mesh not in positions:

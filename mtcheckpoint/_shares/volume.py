@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,10 @@ class CommittedSteps:
         self._share_bytes = share_bytes
 
     def tidy(self) -> None:
-        """After a step was committed on all processes: what it replaces goes."""
+        """After a step was committed on all processes: what it replaces is no step any more."""
+
+    def sweep(self) -> None:
+        """Deletes what `tidy` took away: freeing memory takes a third of the time of filling it."""
 
     def withdraw(self, step: int) -> None:
         """After the save of `step` failed somewhere: undoes its commit here, where that is safe."""
@@ -243,6 +247,7 @@ class KeptSteps(CommittedSteps):
         super().__init__(volume)
         self._job = job
         self._keep = keep
+        self._trash = volume / STAGING_FOLDER / "deleted"
 
     @property
     def pending(self) -> bool:
@@ -263,10 +268,12 @@ class KeptSteps(CommittedSteps):
 
     def tidy(self) -> None:
         # Not before: a share that the others have not committed is worth nothing by itself.
-        for folder in self._superseded():
-            _set_aside(folder)
-        for aside in _aside(self.volume):
-            shutil.rmtree(aside, ignore_errors=True)
+        for folder in [*self._superseded(), *_aside(self.volume)]:
+            self._trash.mkdir(parents=True, exist_ok=True)
+            os.rename(folder, self._trash / uuid.uuid4().hex)
+
+    def sweep(self) -> None:
+        shutil.rmtree(self._trash, ignore_errors=True)
 
     def withdraw(self, step: int) -> None:
         folder = self.volume / str(step)
