@@ -2,7 +2,7 @@
 
 TensorStore describes the format and reads it; it writes such a database only together with the
 data. Sources: https://google.github.io/tensorstore/kvstore/ocdbt/index.html, storage format, which
-says that a database may refer to data that exist already. Pure.
+says that a database may refer to data that exist already. Nothing here touches a disk.
 """
 
 from __future__ import annotations
