@@ -126,6 +126,22 @@ def _leave_without_the_missing() -> None:
             # Kept for ever: the end of these objects is the same barrier.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(getattr(state, part)))
             setattr(state, part, None)
+        _keep_late_threads_from_aborting()
+
+
+def _keep_late_threads_from_aborting() -> None:
+    """Lets the thread that is left behind sleep for ever when it comes back while Python ends.
+
+    Before Python 3.14 such a thread is unwound, through frames of C++ that do not allow it: then
+    the process aborts, instead of ending with its own exit code.
+    """
+    try:
+        sleep = ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p)
+        set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
+    except (OSError, AttributeError):
+        return  # another C++ library
+    set_terminate.argtypes, set_terminate.restype = [ctypes.c_void_p], ctypes.c_void_p
+    set_terminate(sleep)
 
 
 def job_store() -> KeyValueStore:

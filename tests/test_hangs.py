@@ -228,6 +228,42 @@ def test_the_processes_end_with_an_error(jobs: dict[str, Any], what: str) -> Non
         assert "mtcheckpoint.errors.TierUnreadableError: " in said
 
 
+RETURNS_LATE = """
+import sys, time
+import jax
+from mtcheckpoint import _jax
+
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(1.0)
+
+
+jax.distributed.initialize("127.0.0.1:" + sys.argv[1], 1, 0, cluster_detection_method="deactivate")
+state = _jax.distributed.global_state
+client = state.client
+
+
+def shutdown():
+    if state.client is not None:
+        client.blocking_key_value_get_bytes("never", 700)
+
+
+slow = Slow()  # goes when nothing of Python is left, and takes longer than the shutdown
+state.shutdown = shutdown
+_jax._LEAVE_SECONDS = 0.2
+_jax.note_missing(True)
+raise SystemExit(3)
+"""
+
+
+def test_a_thread_that_returns_while_python_ends_does_not_abort() -> None:
+    """JAX's shutdown that was left behind comes back in the last moment of the process."""
+    words = [sys.executable, "-c", RETURNS_LATE, str(gcs_server._free_port())]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 3, ended.stderr
+
+
 # Peers.
 
 

@@ -32,10 +32,14 @@ from shares import write_share
 
 import mtcheckpoint
 from mtcheckpoint import cli
+from mtcheckpoint._clock import SystemClock
 from mtcheckpoint._handshake import files
 from mtcheckpoint._handshake.client import run_handshake
 from mtcheckpoint._reader import tensorstore_context
+from mtcheckpoint._replicator.backup import BackupStore
+from mtcheckpoint._replicator.choice import MetaEntry
 from mtcheckpoint._replicator.settings import parse_settings
+from mtcheckpoint._replicator.volume import Volume as ReplicatorVolume
 from mtcheckpoint._shares import backups, peers, places
 from mtcheckpoint._shares.backups import Backup, BackupRoot
 from mtcheckpoint._shares.contents import read_contents, read_extras
@@ -622,6 +626,43 @@ def test_metas_that_name_no_data(
         root.digests(JOB, root.backup(JOB, DATE), 8)
     assert cli.main(["ls", str(volume / "backups")]) == 0
     capsys.readouterr()
+
+
+def sparse_terabyte(path: Path) -> None:
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [sparse_terabyte, pipe, link_to_a_device, Path.mkdir],
+    ids=["huge", "pipe", "zeros", "dir"],
+)
+def test_a_replicator_takes_no_meta_that_is_none(
+    volume_root: Path, make: Callable[[Path], None]
+) -> None:
+    volume = ReplicatorVolume(volume_root)
+    name = files.ShareName(job=JOB, step=8, node_rank=0).meta
+    make(volume_root / name)
+    assert in_time(lambda: volume.holdings(JOB)).metas == (
+        MetaEntry(step=8, node_rank=0, digest=""),
+    )
+    in_time(lambda: volume.collect_garbage(JOB, keep_steps=[8]))
+    make(volume_root / files.REPLICATOR_YAML)
+    with pytest.raises(ReplicatorConfigError, match="should be a file"):
+        in_time(volume.read_yaml)
+
+
+def test_a_huge_meta_of_a_backup_is_not_read(tmp_path: Path) -> None:
+    dated = tmp_path / JOB / DATE
+    dated.mkdir(parents=True)
+    sparse_terabyte(dated / files.ShareName(job=JOB, step=8, node_rank=0).meta)
+    sparse_terabyte(tmp_path / JOB / files.FORCED_RESTORE_FILE)
+    store = BackupStore(str(tmp_path), SystemClock())
+    metas = in_time(lambda: store.holdings(JOB, DATE)).metas
+    assert metas == (MetaEntry(step=8, node_rank=0, digest=""),)
+    with pytest.raises(OSError, match="are no name of a backup"):
+        in_time(lambda: store.forced_folder(JOB))
 
 
 @pytest.mark.parametrize(

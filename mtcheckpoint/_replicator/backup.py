@@ -20,6 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 from mtcheckpoint._clock import Clock, Deadline, wait_for
 from mtcheckpoint._handshake import files
 from mtcheckpoint._replicator.choice import Holdings, MetaEntry
+from mtcheckpoint._replicator.volume import MOST_DIGEST_BYTES
 
 __all__ = ["BackupStore", "retried"]
 
@@ -87,27 +88,32 @@ class BackupStore:
         Raises:
             OSError: the place cannot be read, so nobody knows.
         """
-        names = (name for name, is_directory in self._list(job) if is_directory)
+        names = (name for name, size_bytes in self._list(job) if size_bytes is None)
         return sorted(filter(files.BACKUP_FOLDER.fullmatch, names), reverse=True)
 
     def holdings(self, job: str, folder: str) -> Holdings:
         """What backup `folder` of `job` holds, complete or not."""
         metas, digests = [], set()
-        for name, _ in self._list(job, folder):
+        for name, size_bytes in self._list(job, folder):
             if match := files.DATA_NAME.fullmatch(name):
                 digests.add(match[1])
             share = files.parse_share_name(name, "meta")
             if share is not None and share.job == job and share.worker == 0:
-                digest = self._read(job, folder, name).strip()
+                # What is too large for a hash is none, and is not read.
+                fits = size_bytes is not None and size_bytes <= MOST_DIGEST_BYTES
+                digest = self._read(job, folder, name).strip() if fits else ""
                 metas.append(MetaEntry(step=share.step, node_rank=share.node_rank, digest=digest))
         return Holdings(metas=tuple(metas), digests=frozenset(digests))
 
     def forced_folder(self, job: str) -> str | None:
         """The backup that ``restore.version`` names, None without that file."""
-        try:
-            return self._read(job, files.FORCED_RESTORE_FILE).strip()
-        except FileNotFoundError:
+        sizes = dict(self._list(job))
+        size_bytes = sizes.get(files.FORCED_RESTORE_FILE)
+        if size_bytes is None:
             return None
+        if size_bytes > MOST_DIGEST_BYTES:
+            raise OSError(f"{size_bytes:,} bytes are no name of a backup")
+        return self._read(job, files.FORCED_RESTORE_FILE).strip()
 
     def remove_forced(self, job: str) -> bool:
         """Deletes ``restore.version``; True if there was one."""
@@ -186,14 +192,20 @@ class BackupStore:
                 raise
             self._fs.rm(staging, recursive=True)
 
-    def _list(self, *parts: str) -> list[tuple[str, bool]]:
+    def _list(self, *parts: str) -> list[tuple[str, int | None]]:
+        """Names in a folder with their sizes in bytes; None for a folder's."""
         path = self._path(*parts)
         try:
             entries = self._retried(lambda: self._fs.ls(path, detail=True, refresh=True))
         except FileNotFoundError:
             return []
-        named = ((str(entry["name"]).rstrip("/"), entry["type"]) for entry in entries)
-        return [(os.path.basename(name), kind == "directory") for name, kind in named]
+        return [
+            (
+                os.path.basename(str(entry["name"]).rstrip("/")),
+                None if entry["type"] == "directory" else int(entry["size"] or 0),
+            )
+            for entry in entries
+        ]
 
     def _read(self, *parts: str) -> str:
         data: bytes = self._retried(lambda: self._fs.cat_file(self._path(*parts)))

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
@@ -18,8 +19,14 @@ import yaml
 from mtcheckpoint._handshake import files
 from mtcheckpoint._replicator.choice import Holdings, MetaEntry
 from mtcheckpoint._replicator.hashing import hashed_item, share_digest
+from mtcheckpoint.errors import ReplicatorConfigError
 
-__all__ = ["FileStamp", "TakenShare", "Volume", "copy_tree"]
+__all__ = ["MOST_DIGEST_BYTES", "FileStamp", "TakenShare", "Volume", "copy_tree"]
+
+# A hash has 65 characters: what is longer is none.
+MOST_DIGEST_BYTES = 1024
+# Ours has 200 bytes.
+_MOST_YAML_BYTES = 1 << 20
 
 # Identity of a file that is replaced by rename: inode, modification time, size.
 FileStamp = tuple[int, int, int]
@@ -28,6 +35,8 @@ TakenShare = tuple[str, bool]
 
 _CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
 _TORCH_METADATA = ".metadata"
+# It also holds what the caller of a save has given as custom metadata.
+_MOST_METADATA_BYTES = 64 << 20
 
 
 class Volume:
@@ -53,7 +62,17 @@ class Volume:
         return status.st_ino, status.st_mtime_ns, status.st_size
 
     def read_yaml(self) -> str:
-        return (self.path / files.REPLICATOR_YAML).read_text(encoding="utf-8", errors="replace")
+        """The text of ``replicator.yaml``.
+
+        Raises:
+            ReplicatorConfigError: it is no file, or far too large.
+        """
+        text = _read_bounded(self.path / files.REPLICATOR_YAML, _MOST_YAML_BYTES)
+        if text is None:
+            raise ReplicatorConfigError(
+                f"{files.REPLICATOR_YAML} should be a file of {_MOST_YAML_BYTES:,} bytes at most"
+            )
+        return text
 
     def remove_yaml(self) -> None:
         (self.path / files.REPLICATOR_YAML).unlink(missing_ok=True)
@@ -74,7 +93,7 @@ class Volume:
                 digests.add(match[1])
             share = files.parse_share_name(entry.name, "meta")
             if share is not None and share.job == job and share.worker == 0:
-                digest = Path(entry.path).read_text(encoding="utf-8", errors="replace").strip()
+                digest = _read_digest(Path(entry.path))
                 metas.append(MetaEntry(step=share.step, node_rank=share.node_rank, digest=digest))
         return Holdings(metas=tuple(metas), digests=frozenset(digests))
 
@@ -204,7 +223,7 @@ class Volume:
             if share is None or share.job != job or share.step not in keep_steps:
                 _delete(path)
             elif keep_data_of_rank in (None, share.node_rank):
-                digests.add(path.read_text(encoding="utf-8", errors="replace").strip())
+                digests.add(_read_digest(path))
         for path in self.path.glob("*.data"):
             if path.name.removesuffix(".data") not in digests:
                 _delete(path)
@@ -230,10 +249,34 @@ def copy_tree(source: Path, target: Path, check: Callable[[], None]) -> None:
         copy_tree(source / name, target / name, check)
 
 
+def _read_digest(path: Path) -> str:
+    """What a ``.meta`` names; nothing when it cannot name any data."""
+    return (_read_bounded(path, MOST_DIGEST_BYTES) or "").strip()
+
+
+def _read_bounded(path: Path, limit_bytes: int) -> str | None:
+    """The text of a regular file; None when it is another thing, or larger than the limit.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+    """
+    # Without O_NONBLOCK, opening a pipe waits for somebody to write to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > limit_bytes:
+            return None
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(limit_bytes).decode("utf-8", errors="replace")
+    finally:
+        os.close(descriptor)
+
+
 def _is_committed(directory: Path) -> bool:
     try:
-        metadata = json.loads((directory / _CHECKPOINT_METADATA).read_bytes())
-    except (FileNotFoundError, ValueError):
+        text = _read_bounded(directory / _CHECKPOINT_METADATA, _MOST_METADATA_BYTES)
+        metadata = json.loads(text or "null")
+    except (FileNotFoundError, ValueError, RecursionError):
         return False
     return isinstance(metadata, dict) and bool(metadata.get("commit_timestamp_nsecs"))
 
