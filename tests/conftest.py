@@ -37,6 +37,9 @@ for _name in ("GOOGLE_APPLICATION_CREDENTIALS", "http_proxy", "HTTP_PROXY"):
     os.environ.pop(_name, None)
 
 import pytest  # noqa: E402
+from warm import start_warm  # noqa: E402
+
+start_warm()
 
 _MEMORY = Path("/dev/shm")
 

@@ -20,6 +20,7 @@ import pytest
 import mtcheckpoint.testing as mtt
 from mtcheckpoint._clock import Deadline, wait_for
 from mtcheckpoint.errors import WaitTimeoutError
+from mtcheckpoint.testing import _starting
 
 # Run in children.
 
@@ -92,6 +93,18 @@ def own_coordinator() -> list[Any]:
     return [started, jax.process_count()]
 
 
+def surroundings() -> dict[str, Any]:
+    return {
+        "folder": os.getcwd(),
+        "ancestor": os.getppid(),
+        "color": os.environ.get("COLOR"),
+        "sets": hash("a seed of its own"),
+        "random": float(np.random.random()),
+        "session": os.getsid(0) == os.getpid(),
+        "safe path": sys.flags.safe_path,
+    }
+
+
 def alive(pid: int) -> bool:
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
@@ -101,6 +114,10 @@ def alive(pid: int) -> bool:
 
 def wait_until_gone(pid: int) -> None:
     wait_for(lambda: not alive(pid) or None, Deadline.after(10), f"the end of process {pid}")
+
+
+# Each way in which a process can start; a variable that is not the tests' own tells them apart.
+WAYS = pytest.mark.parametrize("env", [{}, {"COLOR": "red"}], ids=["forked", "new interpreter"])
 
 
 # Results.
@@ -140,9 +157,10 @@ def test_process_ids_must_be_a_permutation() -> None:
 # Failures.
 
 
-def test_an_error_shows_the_process_its_traceback_and_the_outputs() -> None:
+@WAYS
+def test_an_error_shows_the_process_its_traceback_and_the_outputs(env: dict[str, str]) -> None:
     with pytest.raises(mtt.ProcessFailedError) as caught:
-        mtt.run_processes(fail_on_one, 2)
+        mtt.run_processes(fail_on_one, 2, env=env)
     text = str(caught.value)
     assert text.startswith("process 1 raised KeyError: 'the missing one'")
     assert "in fail_on_one" in text
@@ -151,16 +169,18 @@ def test_an_error_shows_the_process_its_traceback_and_the_outputs() -> None:
     assert caught.value.rank == 1
 
 
-def test_an_end_without_a_result_is_an_error() -> None:
+@WAYS
+def test_an_end_without_a_result_is_an_error(env: dict[str, str]) -> None:
     with pytest.raises(
         mtt.ProcessFailedError, match="process 1 ended with exit code 7 and without"
     ):
-        mtt.run_processes(end_without_a_result, 2)
+        mtt.run_processes(end_without_a_result, 2, env=env)
 
 
-def test_a_hang_shows_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@WAYS
+def test_a_hang_shows_where_it_is(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> None:
     monkeypatch.setattr("mtcheckpoint.testing._processes._SECONDS_TO_DUMP", 20.0)
-    with mtt.ProcessGroup(sleep_for_ever, 1, distributed=False) as group:
+    with mtt.ProcessGroup(sleep_for_ever, 1, distributed=False, env=env) as group:
         group.wait_for("asleep")
         with pytest.raises(WaitTimeoutError, match="missing: process 0") as caught:
             group.wait(0.1)
@@ -177,9 +197,10 @@ def test_a_thread_that_keeps_a_process_from_ending_is_noticed(
     assert "in sleep_for_ever" in "".join(caught.value.__notes__)
 
 
-def test_a_crash_after_the_result_is_noticed() -> None:
+@WAYS
+def test_a_crash_after_the_result_is_noticed(env: dict[str, str]) -> None:
     with pytest.raises(mtt.ProcessFailedError, match="result, but then ended with exit code 3"):
-        mtt.run_processes(crash_on_leaving, 1, distributed=False)
+        mtt.run_processes(crash_on_leaving, 1, distributed=False, env=env)
 
 
 def test_waiting_for_an_event_ends_when_the_process_does() -> None:
@@ -193,9 +214,12 @@ def test_waiting_for_an_event_ends_when_the_process_does() -> None:
 # Signals and clean-up.
 
 
-def test_a_group_is_watched_frozen_and_killed(tmp_path: Path) -> None:
+@WAYS
+def test_a_group_is_watched_frozen_and_killed(tmp_path: Path, env: dict[str, str]) -> None:
     stop = tmp_path / "stop"
-    with mtt.ProcessGroup(count_until_told, 3, args=[str(stop)], distributed=False) as group:
+    with mtt.ProcessGroup(
+        count_until_told, 3, args=[str(stop)], distributed=False, env=env
+    ) as group:
         assert [event.rank for event in group.wait_for_all("step")] == [0, 1, 2]
         assert group.wait_for("step", rank=0)["step"] == 1
         assert group.wait_for("step", rank=0, where=lambda event: event["step"] > 5)["step"] == 6
@@ -212,9 +236,12 @@ def test_a_group_is_watched_frozen_and_killed(tmp_path: Path) -> None:
     assert counted > 30 and frozen >= frozen_at
 
 
-def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@WAYS
+def test_nothing_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, str]
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with mtt.ProcessGroup(sleep_for_ever, 2, distributed=False) as group:
+    with mtt.ProcessGroup(sleep_for_ever, 2, distributed=False, env=env) as group:
         pids = [group.pid(rank) for rank in range(2)]
         assert all(alive(pid) for pid in pids)
         assert os.listdir(tmp_path)
@@ -222,9 +249,13 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not os.listdir(tmp_path)
 
 
-def test_children_die_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("preloaded", [(), ("json",)], ids=["new interpreter", "forked"])
+def test_children_die_with_a_parent_that_was_killed(
+    tmp_path: Path, preloaded: tuple[str, ...]
+) -> None:
     script = (
         "import sys, mtcheckpoint.testing as mtt\n"
+        f"mtt.preload(*{preloaded})\n"
         f"group = mtt.ProcessGroup({__file__ + ':count_until_told'!r}, 1, args=['/nowhere'],"
         " distributed=False)\n"
         "group.wait_for('step', rank=0)\n"
@@ -245,6 +276,65 @@ def test_children_die_with_a_parent_that_was_killed(tmp_path: Path) -> None:
 def test_a_report_without_a_parent_does_nothing() -> None:
     assert mtt.this_process() is None
     mtt.report("saved", step=1)
+
+
+# Ways to start.
+
+
+def test_a_forked_process_is_as_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second, third = mtt.run_processes(surroundings, 3, distributed=False)
+    assert first["ancestor"] == third["ancestor"] not in (second["ancestor"], os.getpid())
+    assert first["folder"] == str(tmp_path)
+    assert first["session"] and first["safe path"]
+    # Neither the order of sets nor what is drawn is the same on neighbours.
+    assert first["sets"] != second["sets"]
+    assert len({process["random"] for process in (first, second, third)}) == 3
+
+
+def test_another_environment_gets_a_new_interpreter() -> None:
+    (found,) = mtt.run_processes(surroundings, 1, distributed=False, env={"COLOR": "red"})
+    assert found["ancestor"] == os.getpid()
+    assert found["color"] == "red"
+
+
+def test_a_changed_environment_gets_a_new_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLOR", "blue")
+    (found,) = mtt.run_processes(surroundings, 1, distributed=False)
+    assert (found["ancestor"], found["color"]) == (os.getpid(), "blue")
+
+
+def test_a_process_ends_with_the_one_that_forked_it_and_others_start_all_the_same() -> None:
+    (found,) = mtt.run_processes(surroundings, 1, distributed=False)
+    with mtt.ProcessGroup(sleep_for_ever, 1, distributed=False) as group:
+        group.wait_for("asleep")
+        os.kill(found["ancestor"], signal.SIGKILL)
+        wait_until_gone(group.pid(0))
+        with pytest.raises(mtt.ProcessFailedError, match="ended with SIGKILL and without"):
+            group.wait(10)
+    (after,) = mtt.run_processes(surroundings, 1, distributed=False)
+    assert after["ancestor"] not in (found["ancestor"], os.getpid())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "import threading, time; threading.Thread(target=time.sleep, args=[60]).start()",
+            "threads",
+        ),
+        ("raise ValueError('not today')", "not today"),
+    ],
+)
+def test_what_cannot_be_preloaded_says_so(
+    tmp_path: Path, text: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unfit.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    pool = _starting.Pool(["unfit"])
+    monkeypatch.setattr(_starting, "_pool", pool)
+    with pytest.raises(RuntimeError, match=said):
+        mtt.run_processes(surroundings, 1, distributed=False)
 
 
 # Folders.

@@ -141,6 +141,5 @@ ALLOWED = {
     "_replicator/hashing.py: ts.KvStore.open("
     "{'driver': 'ocdbt', 'base': f'file://{item.as_posix()}'}).result()": LOCAL,
     "_shares/peers.py: self._stop.wait()": "the server's life; `stop` ends it",
-    "testing/_process.py: self._popen.wait()": "after SIGKILL",
     "manager.py: self._saver.wait()": "has a limit of its own for each phase",
 }

@@ -10,6 +10,7 @@ from mtcheckpoint.testing._directories import NodeDirectories, ram_disk
 from mtcheckpoint.testing._process import Event, ProcessFailedError
 from mtcheckpoint.testing._processes import ProcessGroup, run_processes
 from mtcheckpoint.testing._reports import ChildProcess, report, this_process
+from mtcheckpoint.testing._starting import preload
 from mtcheckpoint.testing._states import abstract_state, assert_state, case_mesh, case_state
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "assert_state",
     "case_mesh",
     "case_state",
+    "preload",
     "ram_disk",
     "report",
     "run_processes",

@@ -1,8 +1,9 @@
 """What a process of a `ProcessGroup` runs. Started by path, so that it imports only what it must.
 
-It reads its orders from a file, starts JAX, calls the target, writes the result or the error to
-a file, and stays until the parent lets all processes go: a process of ``jax.distributed`` that
-leaves early takes the others down.
+Its arguments: the file of its orders, the number of the process that started it, and the folder
+that the package lies in, which need not be installed. It starts JAX, calls the target, writes the
+result or the error to a file, and stays until the parent lets all processes go: a process of
+``jax.distributed`` that leaves early takes the others down.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    orders = json.loads(Path(sys.argv[1]).read_text())
-    _die_with(orders["parent_pid"])
+    _, orders_path, parent_pid, package_root = sys.argv
+    _die_with(int(parent_pid))
+    orders = json.loads(Path(orders_path).read_text())
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    sys.path.append(orders["package_root"])
+    if package_root not in sys.path:
+        sys.path.append(package_root)
     _write(Path(orders["result"]), _outcome(orders))
     # The end of the file without the word: the parent is gone or in a hurry.
     if sys.stdin.readline() != "leave\n":

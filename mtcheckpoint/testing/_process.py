@@ -6,18 +6,18 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mtcheckpoint.errors import MtCheckpointError
+from mtcheckpoint.testing._starting import start
 
 __all__ = ["Event", "Process", "ProcessFailedError"]
 
-_CHILD = Path(__file__).with_name("_child.py")
 _SHOWN_LINES = 40
+_SECONDS_TO_DIE = 60.0
 
 
 class ProcessFailedError(MtCheckpointError, RuntimeError):
@@ -78,23 +78,15 @@ class Process:
         orders_path = folder / f"orders-{rank}"
         orders_path.write_text(json.dumps({**orders, "result": str(self._result_path)}))
         with open(self._output_path, "wb") as output:
-            self._popen = subprocess.Popen(
-                [python, "-P", str(_CHILD), str(orders_path)],
-                env=dict(environment),
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # Its own process group, so that a signal reaches its children too.
-                start_new_session=True,
-            )
+            self._running = start(rank, orders_path, output, environment, python)
 
     @property
     def pid(self) -> int:
-        return self._popen.pid
+        return self._running.pid
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
-        return self._popen.poll()
+        return self._running.poll()
 
     def outcome(self) -> dict[str, Any]:
         """The ``value`` or ``error`` that it ended its work with; empty while there is none."""
@@ -150,12 +142,12 @@ class Process:
     def kill(self) -> None:
         """Kills it and its children; returns when it is gone."""
         self.signal(signal.SIGKILL)
-        self._popen.wait()
+        self._running.wait(_SECONDS_TO_DIE)
         self._close_stdin()
 
     def let_go(self) -> None:
         """Lets it leave the interpreter, once it has finished."""
-        stdin = self._popen.stdin
+        stdin = self._running.stdin
         if stdin is not None and not stdin.closed:
             try:
                 stdin.write(b"leave\n")
@@ -166,8 +158,8 @@ class Process:
 
     def _close_stdin(self) -> None:
         try:
-            if self._popen.stdin is not None:
-                self._popen.stdin.close()
+            if self._running.stdin is not None:
+                self._running.stdin.close()
         except BrokenPipeError:
             pass  # Closing flushes what a dead child did not read.
 

@@ -21,12 +21,11 @@ from mtcheckpoint._clock import Deadline, wait_for
 from mtcheckpoint.errors import WaitTimeoutError
 from mtcheckpoint.testing._process import Event, Process, ProcessFailedError
 from mtcheckpoint.testing._reports import PLACE_VARIABLE, ChildProcess
+from mtcheckpoint.testing._starting import child_environment
 
 __all__ = ["ProcessGroup", "Target", "run_processes"]
 
 Target = str | Callable[..., Any]
-
-_PACKAGE_ROOT = Path(__file__).parents[2]
 
 _SIGKILL = signal.SIGKILL  # `kill` has an argument of the module's name.
 _SECONDS_TO_LEAVE = 10.0
@@ -131,10 +130,8 @@ class ProcessGroup:
             "processes": n,
             "coordinator": f"127.0.0.1:{_free_port()}",
             "distributed": distributed,
-            "parent_pid": os.getpid(),
-            "package_root": str(_PACKAGE_ROOT),
         }
-        environment = _environment(devices, env or {})
+        environment = child_environment(devices, env or {})
         self._folder = Path(tempfile.mkdtemp(prefix="mtcheckpoint-processes-"))
         self._processes: list[Process] = []
         self._seen: dict[tuple[str, int], int] = {}
@@ -364,19 +361,6 @@ class ProcessGroup:
         except WaitTimeoutError:
             pass  # A process that is frozen, or has ended, shows none.
         late.add_note(self._outputs())
-
-
-def _environment(devices: int, extra: Mapping[str, str]) -> dict[str, str]:
-    return {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        # Threads of the small arrays of tests only get into each other's way.
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
-        **extra,
-    }
 
 
 def _target_name(target: Target) -> str:
