@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import (
     agreement,
+    deciding,
+    handshakes,
+    interval,
     memory,
     planning,
+    replicator_lag,
     restoring,
     saving,
     scaling,
@@ -31,6 +36,10 @@ _MODULES = (
     stepping,
     scaling,
     memory,
+    deciding,
+    handshakes,
+    interval,
+    replicator_lag,
 )
 CASES: dict[str, Case] = {name: case for module in _MODULES for name, case in module.CASES.items()}
 
@@ -38,7 +47,7 @@ CASES: dict[str, Case] = {name: case for module in _MODULES for name, case in mo
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     settings = Settings(size_mib=arguments.size_mib, pairs=arguments.pairs)
-    results = []
+    results, load = [], os.getloadavg()[0]
     for name in arguments.case or CASES:
         try:
             results.append(CASES[name](settings))
@@ -47,9 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             _show(results[-1])
     if arguments.json:
-        found = {"machine": machine(), "results": [result.to_json() for result in results]}
+        how = {"command": _command(arguments), "load_average": load}
+        found = {
+            "machine": machine() | how,
+            "results": [result.to_json() for result in results],
+        }
         arguments.json.write_text(json.dumps(found, indent=1))
     return 0
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    cases = "".join(f" --case {name}" for name in arguments.case or ())
+    return f"python -m benchmarks{cases} --size-mib {arguments.size_mib} --pairs {arguments.pairs}"
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Sequence
@@ -10,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 import mtcheckpoint as mtc
+from benchmarks.interval import training
 from benchmarks.results import Case, Pair, Result, Settings, compared
 from mtcheckpoint.testing import NodeDirectories, ram_disk, run_processes, this_process
 
@@ -99,7 +97,7 @@ def train(root: str, size_bytes: int) -> dict[str, Any]:
         multi_tier_checkpointing_backup_interval_minutes=30,
     )
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
-    state, train_step = _training(mesh, size_bytes)
+    state, train_step = training(mesh, size_bytes)
     found: dict[str, Any] = {"asked": [], "unasked": [], "saves": 0}
     with mtc.ReplicatedCheckpointManager(config, mesh=mesh) as manager:
         assert manager.restore_latest(state) is None
@@ -119,24 +117,3 @@ def train(root: str, size_bytes: int) -> dict[str, Any]:
         latest = manager.latest_step()
         assert latest is not None and found["saves"] > 0
     return found
-
-
-def _training(mesh: jax.sharding.Mesh, size_bytes: int) -> tuple[Any, Any]:
-    """A state over all processes, and a step for which all are needed."""
-    sharded = NamedSharding(mesh, PartitionSpec("data"))
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    shape = (jax.device_count(), max(size_bytes // 4 // jax.device_count(), 1))
-    rows = np.arange(shape[1], dtype=np.float32)[None]
-    state = {"w": jax.make_array_from_callback(shape, sharded, lambda index: rows)}
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def train_step(tree: Any) -> Any:
-        return {"w": tree["w"].at[:, :64].add(1.0)}
-
-    total = jax.jit(lambda tree: jnp.sum(tree["w"][:, :64]), out_shardings=everywhere)
-
-    def step(tree: Any) -> tuple[Any, Any]:
-        tree = train_step(tree)
-        return tree, total(tree)
-
-    return state, step

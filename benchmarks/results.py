@@ -51,9 +51,10 @@ class Result:
             ``memory_*`` how many times the other ours is: there, less is better.
         ours: median of ours, in `unit`.
         other: median of what it is compared with.
-        unit: ``"s"``, or ``"B"`` for bytes.
+        unit: ``"s"``, ``"B"`` for bytes, or ``"steps"``.
         spread: lowest and highest ratio of a pair.
         notes: what was compared, and what else was seen.
+        data: what a plot needs besides, if there is one.
     """
 
     case: str
@@ -63,9 +64,11 @@ class Result:
     unit: str
     spread: tuple[float, float]
     notes: str
+    data: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        found = dataclasses.asdict(self)
+        return found if self.data is not None else {k: v for k, v in found.items() if k != "data"}
 
 
 class NotInstalledError(Exception):
