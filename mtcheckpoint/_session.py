@@ -11,24 +11,26 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from mtcheckpoint import _events, _topology
+from mtcheckpoint._backup_list import BackupList
 from mtcheckpoint._choice import Choice, Save, VolumeSummary, choose
 from mtcheckpoint._coordination import Coordinator
+from mtcheckpoint._described import Description, describe_step
 from mtcheckpoint._handshake import client
 from mtcheckpoint._preflight import check_before_first_step
 from mtcheckpoint._restored import Candidate, PassedOver
 from mtcheckpoint._shares import condemned
-from mtcheckpoint._shares.backups import Backup, BackupRoot
+from mtcheckpoint._shares.backups import Backup
 from mtcheckpoint._shares.inventory import PIN_FOLDER, HeldShare, Volume, pin
-from mtcheckpoint._shares.places import LocalPlace, Place, Tier
+from mtcheckpoint._shares.places import LocalPlace, Tier
 from mtcheckpoint._shares.volume import STAGING_FOLDER
 from mtcheckpoint._topology import Topology
 from mtcheckpoint.config import CheckpointConfig
-from mtcheckpoint.errors import MarkerError, TierUnreadableError
+from mtcheckpoint.errors import MarkerError
 
 __all__ = ["Answer", "Session"]
 
@@ -125,7 +127,7 @@ class Session:
             self._choice = None
         choice = self._look()
         yield from self._notes
-        backups = _Backups(self._config, self._coordinator)
+        backups = BackupList(self._config, self._coordinator)
         for position, save in enumerate(choice.saves):
             while (backup := backups.newer_than(save.step)) is not None:
                 yield from self._in_backup(backups, *backup, step)
@@ -149,7 +151,7 @@ class Session:
         """
         saves = self._look().saves
         steps = {save.step for save in saves if not save.gone}
-        backups = _Backups(self._config, self._coordinator)
+        backups = BackupList(self._config, self._coordinator)
         while (found := backups.newer_than(-1)) is not None:
             backup, step = found
             if backup.fault(step) is None:
@@ -209,6 +211,24 @@ class Session:
         except OSError as error:
             # It costs time at the next start, no more: every restore looks again.
             _LOG.warning("bad shares stay in the volume %s: %s", self._volume, error)
+
+    def describe(self, step: int) -> Description | None:
+        """What a share of `step` tells of its save, the nearest one; None when there is none.
+
+        Raises:
+            TierUnreadableError: no volume holds the step, and the backup could not be read.
+        """
+        if self._inventory is None:
+            self._look()
+        shares = [share for share in self._usable_shares().shares if share.step == step]
+        shares.sort(key=lambda share: share.node_rank != self._topology.node_rank)
+        return describe_step(
+            step,
+            [LocalPlace(share.path) for share in shares],
+            BackupList(self._config, self._coordinator),
+            self._coordinator,
+            timeout_secs=self._config.timeout_secs,
+        )
 
     # Looking.
 
@@ -413,7 +433,7 @@ class Session:
         return held
 
     def _in_backup(
-        self, backups: _Backups, backup: Backup, step: int, wanted: int | None
+        self, backups: BackupList, backup: Backup, step: int, wanted: int | None
     ) -> Iterator[Candidate | PassedOver]:
         if wanted is not None and step != wanted:
             return
@@ -429,69 +449,3 @@ class Session:
             own_rank=self._topology.node_rank,
             backup=lambda: backups.places(backup, step),
         )
-
-
-class _Backups:
-    """The job's backups, newest first, listed one by one and only as far as needed."""
-
-    def __init__(self, config: CheckpointConfig, coordinator: Coordinator) -> None:
-        self._job = config.run_name
-        self._coordinator = coordinator
-        self._root: BackupRoot | None = None
-        self._names: list[str] | None = None if config.backup_root else []
-        self._url = config.backup_root or ""
-        self._timeout_secs = config.timeout_secs
-        self._waiting: list[tuple[Backup, int]] = []
-        self._unreadable: TierUnreadableError | None = None
-
-    def newer_than(self, step: int) -> tuple[Backup, int] | None:
-        """Takes the next backup and step, if that is newer than `step`.
-
-        What cannot be read ends the list: see `raise_if_unreadable`.
-        """
-        try:
-            while not self._waiting and self._next_name() is not None:
-                self._fill()
-        except TierUnreadableError as error:
-            _events.happened("restore/unreadable", level=logging.WARNING, reason=str(error))
-            self._unreadable, self._names = error, []
-        if self._waiting and self._waiting[0][1] > step:
-            return self._waiting.pop(0)
-        return None
-
-    def raise_if_unreadable(self) -> None:
-        """Raises what ended the list early."""
-        if self._unreadable is not None:
-            raise self._unreadable
-
-    def places(self, backup: Backup, step: int) -> Mapping[int, Place]:
-        """Where the shares of a backup lie, by rank."""
-        root = self._the_root()
-        digests = root.digests(self._job, backup, step)
-        return {rank: root.place(self._job, backup, digest) for rank, digest in digests.items()}
-
-    def _the_root(self) -> BackupRoot:
-        if self._root is None:
-            self._root = BackupRoot(self._url, timeout_secs=self._timeout_secs)
-        return self._root
-
-    def _next_name(self) -> str | None:
-        if self._names is None:
-            self._names = self._listed(
-                "restore/backups", lambda _: self._the_root().names(self._job)
-            )
-        return self._names[0] if self._names else None
-
-    def _fill(self) -> None:
-        assert self._names
-        name = self._names.pop(0)
-        listed = self._listed(
-            "restore/backup", lambda _: self._the_root().backup(self._job, name).to_json()
-        )
-        backup = Backup.from_json(listed)
-        self._waiting = [(backup, step) for step in sorted(backup.ranks, reverse=True)]
-
-    def _listed(self, topic: str, listing: Callable[[Any], Any]) -> Any:
-        """What process 0 finds; the others wait long enough to hear that it had no answer."""
-        limit = 2 * self._timeout_secs
-        return self._coordinator.decide(topic, None, listing, timeout_secs=limit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -292,6 +292,11 @@ _EMPTY: dict[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": ()}
 def _empty(kind: str) -> Any:
     value = _EMPTY.get(kind)
     return type(value)() if value is not None else None
+
+
+def saved_tree(leaves: Iterable[Leaf], empty: Mapping[tuple[str | int, ...], str]) -> Any:
+    """The tree of a save as it comes back without a request, with `Leaf` in place of values."""
+    return _nest({leaf.path: leaf for leaf in leaves} | {p: _empty(k) for p, k in empty.items()})
 
 
 def _nest(paths: Mapping[tuple[str | int, ...], Any]) -> Any:

@@ -26,7 +26,7 @@ from mtcheckpoint._shares.identity import Identity, encode_extras
 from mtcheckpoint._shares.peers import address_towards
 from mtcheckpoint._shares.volume import KeptSteps, ReplicatedSteps
 from mtcheckpoint._snapshot import take_snapshot
-from mtcheckpoint._target import Cast
+from mtcheckpoint._target import Cast, saved_tree
 from mtcheckpoint.config import CheckpointConfig
 from mtcheckpoint.errors import ConfigError, ReplicatorFailedError, SaveError, StepNotFoundError
 
@@ -163,16 +163,19 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
         """
         restored = self._restore(Request(tree=_orbax.restore_request(args)), step)
         if restored is None:
-            available = self.all_steps()
-            wanted = f"step {step}" if step is not None else "any step"
-            raise StepNotFoundError(
-                f"{wanted} of job {self._config.run_name!r} is neither in {self._volume} nor in"
-                f" {self._config.backup_root or 'a backup (no backup_root)'}; there are:"
-                f" {list(available) or 'none'}",
-                step=step if step is not None else -1,
-                available=available,
-            )
+            raise self._not_found(step)
         return _orbax.composite_result(restored.state)
+
+    def _not_found(self, step: int | None) -> StepNotFoundError:
+        available = self.all_steps()
+        wanted = f"step {step}" if step is not None else "any step"
+        return StepNotFoundError(
+            f"{wanted} of job {self._config.run_name!r} is neither in {self._volume} nor in"
+            f" {self._config.backup_root or 'a backup (no backup_root)'}; there are:"
+            f" {list(available) or 'none'}",
+            step=step if step is not None else -1,
+            available=available,
+        )
 
     def _restore(self, request: Request, step: int | None) -> RestoredState | None:
         self.wait_until_finished()
@@ -357,7 +360,10 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
 
     def best_step(self) -> int | None:
         """Not available: a replicator keeps the newest step."""
-        raise NotImplementedError("best_step: a replicator keeps the newest step only")
+        raise NotImplementedError(
+            "best_step: a replicator keeps the newest step only, whatever its metrics; see"
+            " latest_step"
+        )
 
     def reload(self) -> None:
         """Does nothing: what was saved is on record, and tiers are listed when asked for."""
@@ -367,16 +373,37 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
         raise NotImplementedError(f"step {step}: committed steps belong to the replicator")
 
     def item_metadata(self, step: int) -> Any:
-        """Not available."""
-        raise NotImplementedError(f"item_metadata of step {step}")
+        """``metadata(step).item_metadata``: ``Composite(state=...)`` with Orbax's metadata."""
+        return self.metadata(step).item_metadata
 
     def metadata(self, step: int | None = None) -> Any:
-        """Not available."""
-        raise NotImplementedError(f"metadata of step {step}")
+        """What a step says of itself, without reading its arrays: Orbax's `StepMetadata`.
+
+        Its `item_metadata` has shapes, element types and shardings, its `custom_metadata` what
+        `save` was given. The step may lie in any volume, or else in a backup. Call on every
+        process; the answer is the same on all.
+
+        Args:
+            step: the step; None for an empty `RootMetadata`, since nothing is kept of all steps.
+
+        Raises:
+            StepNotFoundError: the step is nowhere.
+            TierUnreadableError: no volume holds it, and the backup could not be read.
+        """
+        if step is None:
+            return _orbax.root_metadata()
+        found = self._session.describe(step)
+        if found is None:
+            raise self._not_found(step)
+        tree = saved_tree(found.leaves, found.empty)
+        return _orbax.step_metadata(found.checkpoint, tree, found.place)
 
     def metrics(self, step: int) -> Any:
-        """Not available."""
-        raise NotImplementedError(f"metrics of step {step}")
+        """Not available: `save` takes no metrics."""
+        raise NotImplementedError(
+            f"metrics of step {step}: save takes none, since a replicator keeps the newest step,"
+            " whatever they are. Put them into custom_metadata, and read metadata(step)"
+        )
 
     # Ending.
 

@@ -12,6 +12,7 @@ from mtcheckpoint._orbax.arguments import (
     restore_request,
     state_to_save,
 )
+from mtcheckpoint._orbax.metadata import root_metadata, step_metadata
 from mtcheckpoint._orbax.persistent import (
     catch_up_operation_id,
     open_persistent_manager,
@@ -39,8 +40,10 @@ __all__ = [
     "open_persistent_manager",
     "operation_id",
     "restore_request",
+    "root_metadata",
     "split_policy",
     "state_to_save",
+    "step_metadata",
 ]
 
 AbstractCheckpointManager = ocp.AbstractCheckpointManager
