@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Sequence
@@ -45,7 +46,7 @@ def _result(settings: Settings, case: str, kind: str, limit: float) -> Result:
     size = min(settings.size_bytes, _STATE_BYTES)
     pairs, lines = [], []
     for processes in _PROCESSES:
-        runs = [_train(processes, size) for _ in range(min(settings.pairs, 3))]
+        runs = _trained(processes, size, min(settings.pairs, 3))
         seconds = [[s for told in run for s in told[kind]] for run in runs]
         pairs = [Pair(statistics.median(run), limit) for run in seconds]
         lines.append(_line(processes, kind, seconds, runs))
@@ -67,6 +68,12 @@ def _line(processes: int, kind: str, seconds: Sequence[Sequence[float]], runs: A
         f" {p99 * 1e6:.0f} µs of the {share:.0%} of steps that are {kind}, with {saves:g} saves in"
         f" {_STEPS} steps"
     )
+
+
+@functools.cache
+def _trained(processes: int, size_bytes: int, runs: int) -> list[list[dict[str, Any]]]:
+    """Runs that both cases look at."""
+    return [_train(processes, size_bytes) for _ in range(runs)]
 
 
 def _train(processes: int, size_bytes: int) -> list[dict[str, Any]]:
