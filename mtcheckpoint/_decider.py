@@ -86,6 +86,7 @@ class Decision:
         reason: why, or why not.
         ask_again_at: no process needs to ask before this step.
         failed_saves: how many saves of this run have failed.
+        commits: how many were committed on all processes.
         faults: what stops the run, by process; empty while all is well.
     """
 
@@ -93,6 +94,7 @@ class Decision:
     reason: str
     ask_again_at: int
     failed_saves: int = 0
+    commits: int = 0
     faults: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -131,23 +133,28 @@ class Decider:
         self._first_step = 0
         self._saved: list[tuple[int, float]] = []
         self._started: int | None = None
+        self._begun = 0  # saves of this run
         self._answered: tuple[int, Decision] | None = None
         self._unasked = Decision(save=False, reason="not due", ask_again_at=0)
         self._last_step = -1
         self._asked = 0
         self._kept = 0  # the first block of answers that was not deleted
 
-    def decide(self, step: int, *, failed: Sequence[int] = ()) -> Decision:
+    def decide(
+        self, step: int, *, failed: Sequence[int] = (), commits: int | None = None
+    ) -> Decision:
         """The answer for `step`; asked again for the same step, the same answer.
 
         Args:
             step: the step.
             failed: the steps whose saves came to nothing, as process 0 knows them.
+            commits: how many saves were committed on all processes, as process 0 knows; None when
+                it does not: then that of earlier answers is not told anew.
         """
         if self._answered is not None and self._answered[0] == step:
             return self._answered[1]
         if step >= self._unasked.ask_again_at or step < self._last_step:
-            decision = self._ask(step, failed)
+            decision = self._ask(step, failed, commits)
             self._answered = (step, decision)
             self._unasked = dataclasses.replace(decision, save=False, reason="not due")
         self._last_step = step
@@ -160,6 +167,7 @@ class Decider:
         self._saved.append((step, self._now()))
         self._pace.started(step, self._saved[-1][1])
         self._started = step
+        self._begun += 1
         self._answered = None
         # Asked again at the next step, whatever the policy said: the save may fail.
         self._unasked = dataclasses.replace(self._unasked, ask_again_at=step + 1)
@@ -174,14 +182,14 @@ class Decider:
         self._last_step = step
         self._unasked = dataclasses.replace(self._unasked, ask_again_at=0)
 
-    def _ask(self, step: int, failed: Sequence[int]) -> Decision:
+    def _ask(self, step: int, failed: Sequence[int], commits: int | None) -> Decision:
         block, number = divmod(self._asked, _BLOCK)
         if number == 0:
             self._turn_page(block)
         self._asked += 1
         answer = self._coordinator.lead(
             f"decision/{block}/{number}",
-            lambda: dataclasses.asdict(self._judge(step, failed)),
+            lambda: dataclasses.asdict(self._judge(step, failed, commits)),
         )
         return Decision(**answer)
 
@@ -194,7 +202,7 @@ class Decider:
             self._coordinator.forget(*(f"decision/{b}" for b in range(self._kept, read_by_all)))
             self._kept = read_by_all
 
-    def _judge(self, step: int, failed: Sequence[int]) -> Decision:
+    def _judge(self, step: int, failed: Sequence[int], commits: int | None) -> Decision:
         told = self._coordinator.announced("report")
         faults = {str(p): fields["fault"] for p, fields in told.items() if fields.get("fault")}
         state = ClusterState(
@@ -208,15 +216,18 @@ class Decider:
         )
         self._backlog.look(state)
         verdict = _policy.decide(self._policy, state, save_on_start=self._save_on_start)
+        # All have reported before all know how it ended.
+        unsettled = commits is not None and commits + len(failed) < self._begun
         return Decision(
             save=verdict.save and not faults,
             reason=verdict.reason,
-            ask_again_at=min(self._ask_again_at(state, verdict), step + self._ask_every),
+            ask_again_at=min(self._ask_again_at(state, verdict, unsettled), step + self._ask_every),
             failed_saves=len(failed),
+            commits=commits or 0,
             faults=faults,
         )
 
-    def _ask_again_at(self, state: ClusterState, verdict: Verdict) -> int:
+    def _ask_again_at(self, state: ClusterState, verdict: Verdict, unsettled: bool) -> int:
         step, now = state.step, state.now_seconds
         soon = step + 1
         if state.started_step is not None and _policy.back_pressure(state) is not None:
@@ -226,7 +237,8 @@ class Decider:
         if verdict.ask_again_at == step + 1:
             return soon
         # A save in progress can fail, whatever is due: that is heard when it should be over.
-        return min(soon, verdict.ask_again_at) if _is_saving(state) else verdict.ask_again_at
+        saving = unsettled or _is_saving(state)
+        return min(soon, verdict.ask_again_at) if saving else verdict.ask_again_at
 
 
 def _is_saving(state: ClusterState) -> bool:

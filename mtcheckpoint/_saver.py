@@ -129,6 +129,7 @@ class Saver:
         self._check_replicator = check_replicator
         self._fault: str | None = None
         self._committed: int | None = None
+        self._commits = 0
         self._phase = ("", 0.0)
         self._requests: queue.Queue[SaveRequest | None] = queue.Queue()
         self._idle = threading.Event()
@@ -148,6 +149,11 @@ class Saver:
     def committed(self) -> int | None:
         """The newest step that was committed on all processes."""
         return self._committed
+
+    @property
+    def commits(self) -> int:
+        """How many saves were committed on all processes."""
+        return self._commits
 
     @property
     def failed(self) -> tuple[int, ...]:
@@ -253,6 +259,7 @@ class Saver:
             self._finished(request.step)
         else:
             self._committed = request.step
+            self._commits += 1
             seconds = time.monotonic() - begun
             _events.happened("save/committed", step=request.step, bytes=size, seconds=seconds)
 

@@ -102,6 +102,7 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
         self._restored_step: int | None = None
         self._steps: list[int] = []
         self._saving: int | None = None
+        self._commits = 0  # of this run, as far as all processes know of them
         self._failures_raised = 0
         self._failures_in_a_row = 0
         self._told_stopped = False
@@ -325,7 +326,6 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
                 is logged, and nothing is saved any more.
         """
         self._check_replicator()
-        self._note_finished()
         self._raise_save_errors()
 
     # What is there.
@@ -349,8 +349,12 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
         return tuple(sorted({*self._session.restorable_steps(), *self._steps}))
 
     def latest_step(self) -> int | None:
-        """The newest step that was committed in this run, else the newest that can be restored."""
-        self._note_finished()
+        """The newest step that was committed in this run, else the newest that can be restored.
+
+        The same answer on all processes: it counts what was committed on all of them when they
+        last came to `save`, `should_save` or `wait_until_finished`. A save that has ended since is
+        told by the next of these that asks, which is soon while a save is in progress.
+        """
         if self._steps:
             return self._steps[-1]
         if self._restored_step is not None:
@@ -497,7 +501,10 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
 
     def _decision(self, step: int) -> Decision:
         # Not only the next save: its thread also watches the replicator.
-        return self._decider.decide(step, failed=self._the_saver().failed)
+        saver = self._the_saver()
+        decision = self._decider.decide(step, failed=saver.failed, commits=saver.commits)
+        self._settle(decision.commits)
+        return decision
 
     def _stopped(self, step: int, faults: Mapping[str, str]) -> None:
         """The replicator has stopped somewhere: all processes hear of it at the same step."""
@@ -522,8 +529,8 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
         if self._told_stopped:
             return
         self._told_stopped = True
-        self._note_finished()
-        newest = self._steps[-1] if self._steps else self._restored_step
+        committed = self._saver.committed if self._saver is not None else None
+        newest = committed if committed is not None else self._restored_step
         _LOG.warning(
             "the replicator has stopped: %s. Training goes on (on_save_error is 'warn'), but"
             " nothing is saved or replicated any more: %s is lost with any node, until the job is"
@@ -544,16 +551,22 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
     def _finish_save(self) -> None:
         if self._saver is not None:
             self._saver.wait()
-            self._note_finished()
+            self._settle(self._saver.commits)
+            self._saving = None
 
-    def _note_finished(self) -> None:
-        if self._saving is None or self._saver is None or self._saver.busy:
+    def _settle(self, commits: int) -> None:
+        """Notes a commit of which all processes hear at this point of the program.
+
+        Only there: what one of them knows a moment before the others is on nobody's record.
+        """
+        if commits <= self._commits:
             return
-        if self._saver.committed == self._saving:
+        self._commits = commits
+        if self._saving is not None:
             self._session.mark_safe()
             self._steps.append(self._saving)
+            self._saving = None
             self._failures_in_a_row = 0
-        self._saving = None
 
     def _failed(self, error: SaveError) -> None:
         self._failures_raised += 1

@@ -59,3 +59,21 @@ def test_a_save_in_progress_is_asked_about_at_every_step() -> None:
     assert first.decide(1002).ask_again_at == 1003
     _report(coordinators[1], 1000)
     assert first.decide(1003).ask_again_at == 2000
+
+
+def test_it_is_asked_again_until_all_know_how_a_save_has_ended() -> None:
+    """All have reported before process 0 knows that the others know."""
+    _, coordinators, deciders = _job(FixedInterval(1000))
+    for decider in deciders:
+        assert decider.decide(1000, commits=0).save
+        decider.started(1000)
+    for coordinator in coordinators:
+        _report(coordinator, 1000)
+    for decider in deciders:
+        assert decider.decide(1001, commits=0) == deciders[0].decide(1001, commits=0)
+        assert decider.decide(1001).ask_again_at == 1002
+    # What process 0 knows counts, not what the other one does.
+    for decider, commits in zip(deciders, (1, 0), strict=True):
+        decision = decider.decide(1002, commits=commits)
+        assert (decision.commits, decision.ask_again_at) == (1, 2000)
+        assert decider.decide(1003, commits=commits).commits == 1
