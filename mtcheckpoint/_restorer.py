@@ -94,8 +94,15 @@ class Restorer:
         candidates: Iterator[Candidate | PassedOver],
         request: Request,
         seconds: Mapping[str, float],
+        what_is_left: Callable[[], str] = lambda: "Nothing was deleted",
     ) -> RestoredState | None:
         """Restores the first candidate that is whole; None when there is no candidate at all.
+
+        Args:
+            candidates: in the order in which they are tried.
+            request: what is wanted.
+            seconds: of the phases before.
+            what_is_left: after all were tried in vain, a sentence for the error.
 
         Raises:
             RestoreError: there were candidates, and none of them is whole; or a copy is bad, and
@@ -118,8 +125,8 @@ class Restorer:
         if passed_over:
             listed = "\n  ".join(f"step {p.step} ({p.source}): {p.reason}" for p in passed_over)
             raise RestoreError(
-                f"none of {len(passed_over)} candidates could be restored:\n  {listed}\nNothing was"
-                " deleted. To start anew, use another run_name or an empty backup_root"
+                f"none of {len(passed_over)} candidates could be restored:\n  {listed}\n"
+                f"{what_is_left()}. To start anew, use another run_name or an empty backup_root"
             )
         return None
 
@@ -330,18 +337,27 @@ class _Attempt:
                     found, fault, unread = self._try_to_read(plan)
                 again = bool(fault) and self._sources.drop(fault)
                 told = self._gather_slow("read", [fault, again, unread])
-                self._faults = {p: text for p, (text, *_) in enumerate(told) if text}
+                faults = {p: text for p, (text, *_) in enumerate(told) if text}
+                self._faults = faults
                 self._raise_if_unread([p for p, (*_, unread) in enumerate(told) if unread])
                 self._raise_if_strict()
-                if not self._faults or not all(again for text, again, _ in told if text):
+                if not faults or not all(again for text, again, _ in told if text):
                     break
-                replan = self._plan if fault else functools.partial(_same, plan)
-                plan = self._together("plan again", replan)
-                if self._missing_anywhere(plan) or plan is None:
+                plan = self._plan_again(plan, changed=bool(fault))
+                if plan is None:
                     break
+                self._faults = faults  # until all was read after all
         if self._faults or found is None or plan is None:
             return None
         return self._restored(plan, *found, passed_over)
+
+    def _plan_again(self, plan: ReadPlan, *, changed: bool) -> ReadPlan | None:
+        """The plan without the copies that were dropped; None on all when one process has none."""
+        self._faults = {}
+        again = self._together(
+            "plan again", self._plan if changed else functools.partial(_same, plan)
+        )
+        return None if self._faults or self._missing_anywhere(again) else again
 
     def _try_to_read(
         self, plan: ReadPlan
@@ -522,7 +538,7 @@ def _first_known(told: Sequence[Any]) -> Any:
     return next((value for value in told if value is not None), None)
 
 
-def _same(plan: ReadPlan | None) -> ReadPlan | None:
+def _same(plan: ReadPlan) -> ReadPlan:
     return plan
 
 

@@ -181,6 +181,12 @@ class Session:
         """Lets go of what was held fast for reading: it keeps memory from being freed."""
         shutil.rmtree(self._volume / PIN_FOLDER, ignore_errors=True)
 
+    def what_is_left(self) -> str:
+        """What became of the shares that were found, as a sentence."""
+        if self._answer is None or not self._config.enable_replicator:
+            return "Nothing was deleted"
+        return "The replicator has kept what it offered and cleared the rest of the volumes"
+
     def mark_unsafe(self, step: int) -> None:
         """Notes in the volume that `step` was read and is in no volume yet."""
         note = self._volume / _UNSAFE_FILE

@@ -184,7 +184,9 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
             step, saved_since=bool(self._steps), may_shake_hands=not request.partial
         )
         try:
-            restored = self._restorer.restore(found, request, self._session.seconds)
+            restored = self._restorer.restore(
+                found, request, self._session.seconds, self._session.what_is_left
+            )
         finally:
             self._session.let_go()
         if restored is not None:

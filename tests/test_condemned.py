@@ -45,6 +45,15 @@ def damage_data(share: Path) -> None:
         file.write_bytes(bytes(len(file.read_bytes())))
 
 
+def flip_a_bit(share: Path, step: int) -> None:
+    """Harms one chunk: the share can be opened, and only who reads it all notices."""
+    chunk = np.asarray(case_state(case_mesh(), step)["w"].addressable_shards[0].data).tobytes()
+    (file,) = (path for path in (share / "state").rglob("d/*") if chunk in path.read_bytes())
+    content = bytearray(file.read_bytes())
+    content[content.index(chunk)] ^= 1
+    file.write_bytes(content)
+
+
 def names(volume: Path) -> list[str]:
     return sorted(path.name for path in volume.iterdir())
 
@@ -67,6 +76,13 @@ def without_a_replicator(root: str) -> dict[str, Any]:
         if rank() == VICTIM:
             damage_data(folder(f"{root}/{name}") / "2")
     together("damaged")
+    for victim in range(NODES):
+        place = f"{root}/flipped-{victim}"
+        shutil.copytree(folder(f"{root}/saved"), folder(place))
+        if rank() == victim:
+            flip_a_bit(folder(place) / "2", 2)
+        together(place)
+        found[f"flipped {victim}"] = {**restore_outcome(alone(place)), "left": names(folder(place))}
     found["strict"] = strictly(f"{root}/strict")
     found["first"] = {**restore_outcome(alone(f"{root}/bad")), "left": names(folder(f"{root}/bad"))}
     found["again"] = {**restore_outcome(alone(f"{root}/bad")), "left": names(folder(f"{root}/bad"))}
@@ -88,6 +104,18 @@ def test_a_bad_step_directory_is_set_aside(found: dict[str, Any]) -> None:
     assert found["first"][VICTIM]["left"] == ["1", "2.condemned"]
     # The share of the other node is good: it stays.
     assert found["first"][0]["left"] == ["1", "2"]
+
+
+@pytest.mark.parametrize("victim", range(NODES))
+def test_a_chunk_that_nobody_else_has_takes_all_back_at_once(
+    found: dict[str, Any], victim: int
+) -> None:
+    """The others have read theirs already, and must not wait for the one that cannot."""
+    outcome = found[f"flipped {victim}"]
+    assert same(outcome, "step", "tier") == [1, "local"]
+    assert outcome[victim]["left"] == ["1", "2.condemned"]
+    assert outcome[1 - victim]["left"] == ["1", "2"]
+    assert all(process["took_seconds"] < 10 for process in outcome)
 
 
 def test_it_is_not_tried_again(found: dict[str, Any]) -> None:

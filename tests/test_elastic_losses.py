@@ -86,6 +86,7 @@ def test_survivors_that_do_not_hold_everything(job: Job, volume_root: Path) -> N
     found = job.attempt(two)
     assert same(found, "error") == "RestoreError"
     assert "the shares of its ranks 1, 3 are gone" in found[0]["message"]
+    assert "Nothing was deleted" in found[0]["message"]
     assert [contents(volume) for volume in survivors] == before, "memory is as it was"
 
     listed = contents_of(backup)

@@ -121,6 +121,8 @@ def test_without_a_copy_and_a_backup_there_is_an_error(with_copies: dict[str, An
     for process in found:
         assert "step 2 (the cluster's memory)" in process["message"]
         assert f"process {VICTIM}" in process["message"] and "manifest" in process["message"]
+        # It was asked, as it offers this very step.
+        assert "The replicator has kept what it offered and cleared the rest" in process["message"]
 
 
 def test_a_backup_that_one_host_cannot_read_is_an_error_on_all(with_copies: Any) -> None:
