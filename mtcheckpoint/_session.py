@@ -20,7 +20,7 @@ from mtcheckpoint._backup_list import BackupList
 from mtcheckpoint._choice import Choice, Save, VolumeSummary, choose
 from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._described import Description, describe_step
-from mtcheckpoint._handshake import client
+from mtcheckpoint._handshake import client, files
 from mtcheckpoint._preflight import check_before_first_step
 from mtcheckpoint._restored import Candidate, PassedOver
 from mtcheckpoint._shares import condemned
@@ -211,8 +211,8 @@ class Session:
         try:
             if shares and self._config.enable_replicator:
                 condemned.take_note(self._volume, self._config.run_name, shares)
-            elif shares:
-                for path in {share.path for share in shares}:
+            elif not self._config.enable_replicator:
+                for path in {share.path for share in shares} | self._nameless_steps():
                     condemned.set_aside(path)
         except OSError as error:
             # It costs time at the next start, no more: every restore looks again.
@@ -235,6 +235,11 @@ class Session:
             self._coordinator,
             timeout_secs=self._config.timeout_secs,
         )
+
+    def _nameless_steps(self) -> set[Path]:
+        """Step directories that do not say any more whose they are: they would be in the way."""
+        damaged = self._inventory.damaged_paths if self._inventory is not None else ()
+        return {path for path in damaged if files.is_step_name(path.name) and path.exists()}
 
     # Looking.
 

@@ -30,6 +30,7 @@ from restoring_jobs import (
 
 from mtcheckpoint._handshake import files
 from mtcheckpoint._replicas import unequal_leaves, unequal_twins, uneven_groups
+from mtcheckpoint._shares.identity import IDENTITY_FILE
 from mtcheckpoint._shares.seal import Seal
 from mtcheckpoint.testing import abstract_state, case_mesh, case_state, ram_disk
 
@@ -83,10 +84,24 @@ def without_a_replicator(root: str) -> dict[str, Any]:
             flip_a_bit(folder(place) / "2", 2)
         together(place)
         found[f"flipped {victim}"] = {**restore_outcome(alone(place)), "left": names(folder(place))}
+    shutil.copytree(folder(f"{root}/saved"), folder(f"{root}/nameless"))
+    if rank() == VICTIM:
+        (folder(f"{root}/nameless") / "2" / IDENTITY_FILE).write_text("{")
+    together("nameless")
+    found["nameless"] = saved_again(f"{root}/nameless", 2)
     found["strict"] = strictly(f"{root}/strict")
     found["first"] = {**restore_outcome(alone(f"{root}/bad")), "left": names(folder(f"{root}/bad"))}
     found["again"] = {**restore_outcome(alone(f"{root}/bad")), "left": names(folder(f"{root}/bad"))}
     return found
+
+
+def saved_again(root: str, step: int) -> dict[str, Any]:
+    """Restores what there is, and saves `step` once more."""
+    state = case_state(case_mesh(), step)
+    with open_manager(alone(root)) as manager:
+        found = summary(manager.restore_latest(abstract_state(state)))
+        manager.save(step, state, force=True)
+    return {**found, "left": names(folder(root))}
 
 
 def strictly(root: str) -> dict[str, Any]:
@@ -116,6 +131,12 @@ def test_a_chunk_that_nobody_else_has_takes_all_back_at_once(
     assert outcome[victim]["left"] == ["1", "2.condemned"]
     assert outcome[1 - victim]["left"] == ["1", "2"]
     assert all(process["took_seconds"] < 10 for process in outcome)
+
+
+def test_a_step_directory_that_does_not_say_whose_it_is_makes_room(found: dict[str, Any]) -> None:
+    assert same(found["nameless"], "step") == 1
+    assert found["nameless"][VICTIM]["left"] == ["1", "2", "2.condemned"]
+    assert found["nameless"][1 - VICTIM]["left"] == ["1", "2"]
 
 
 def test_it_is_not_tried_again(found: dict[str, Any]) -> None:
@@ -188,6 +209,19 @@ def test_with_a_replicator_a_bad_share_is_noted_and_replaced_at_the_next_start()
 
 def restore_with_replicator(root: str) -> dict[str, Any]:
     return restore_outcome(config(root))
+
+
+def test_a_name_that_cannot_be_read_loses_nothing() -> None:
+    """The replicator goes by the names alone, and would clear a step that they do not add up to."""
+    with ram_disk() as root, embedded_cluster(root, NODES, timeout_secs=30.0) as cluster:
+        run_job(train, NODES, str(root), {}, [2])
+        wait_until_held(cluster.volumes, 2)
+        meta = files.ShareName(job=JOB, step=2, node_rank=VICTIM).meta
+        (cluster.volumes[VICTIM] / meta).write_text("D\x00")
+
+        found = run_job(train, NODES, str(root), {}, [3])
+        assert same(found, "step") == 2
+        wait_until_held(cluster.volumes, 3)
 
 
 # Pure.

@@ -53,11 +53,19 @@ def test_other_jobs_and_unfinished_directories_are_left_out(volume_root: Path) -
     share_in(volume_root, "5", job="train-b")
     share_in(volume_root, f"{DIGEST}.data", job="train-b")
     (volume_root / "6" / "state").mkdir(parents=True)
-    (volume_root / f"{JOB}-s7-n0-w0.meta").write_text("../../etc")
     (volume_root / f"{JOB}-s8-n0-w0.meta").write_text(DIGEST[:-2] + "zz")
     inventory = take_inventory(volume_root, JOB)
     assert inventory.shares == ()
     assert [step for step, _, _ in inventory.metas] == [8], "and its data is not there"
+
+
+def test_a_meta_that_names_nothing_is_known_to_be_there(volume_root: Path) -> None:
+    share_in(volume_root, f"{DIGEST}.data")
+    (volume_root / f"{JOB}-s7-n0-w0.meta").write_text("../../etc")
+    (volume_root / f"{JOB}-s7-n1-w0.meta").mkdir()
+    inventory = take_inventory(volume_root, JOB)
+    assert inventory.metas == ((7, 0, ""), (7, 1, ""))
+    assert [share.digest for share in inventory.shares] == [DIGEST]
 
 
 def test_damaged_identities_are_named(volume_root: Path) -> None:
@@ -67,6 +75,7 @@ def test_damaged_identities_are_named(volume_root: Path) -> None:
     assert inventory.shares == ()
     assert len(inventory.damaged) == 1
     assert "identity.json" in inventory.damaged[0]
+    assert inventory.damaged_paths == (share,)
 
 
 def test_nothing_is_overlooked_while_a_replicator_renames(volume_root: Path) -> None:

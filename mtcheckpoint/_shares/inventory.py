@@ -72,15 +72,18 @@ class Volume:
 
     Attributes:
         shares: shares of the job that could be identified.
-        metas: what ``.meta`` files of the job say: step, rank and hash.
+        metas: what ``.meta`` files of the job say: step, rank and hash. An empty hash: nobody can
+            tell what a replicator makes of that file.
         digests: hashes whose data lies here.
         damaged: shares that could not be identified, and why.
+        damaged_paths: where they lie.
     """
 
     shares: tuple[HeldShare, ...]
     metas: tuple[tuple[int, int, str], ...]
     digests: frozenset[str]
     damaged: tuple[str, ...]
+    damaged_paths: tuple[Path, ...] = ()
 
 
 def take_inventory(volume: Path, job: str) -> Volume:
@@ -105,16 +108,22 @@ def _look(volume: Path, names: list[str], job: str) -> Volume:
     metas = [found for name in names if (found := _read_meta(volume / name, job)) is not None]
     digests = frozenset(m[1] for name in names if (m := files.DATA_NAME.fullmatch(name)))
     shares: list[HeldShare] = []
-    damaged: list[str] = []
+    damaged: dict[Path, str] = {}
     for step, rank, digest, path in _directories(volume, names, metas, job):
         try:
             share = _identify(path, job=job, step=step, rank=rank, digest=digest)
         except ShareError as error:
-            damaged.append(str(error))
+            damaged[path] = str(error)
             continue
         if share is not None:
             shares.append(share)
-    return Volume(shares=tuple(shares), metas=tuple(metas), digests=digests, damaged=tuple(damaged))
+    return Volume(
+        shares=tuple(shares),
+        metas=tuple(metas),
+        digests=digests,
+        damaged=tuple(damaged.values()),
+        damaged_paths=tuple(damaged),
+    )
 
 
 def jobs_in(volume: Path) -> set[str]:
@@ -163,10 +172,12 @@ def _read_meta(path: Path, job: str) -> tuple[int, int, str] | None:
         return None
     try:
         text = read_small_file(path, limit_bytes=_META_BYTES)
-    except (OSError, ShareError):
+    except FileNotFoundError:
         return None
+    except (OSError, ShareError):
+        text = b""
     digest = text.decode(errors="replace").strip()
-    return (share.step, share.node_rank, digest) if files.is_digest(digest) else None
+    return share.step, share.node_rank, digest if files.is_digest(digest) else ""
 
 
 def _directories(
@@ -174,7 +185,8 @@ def _directories(
 ) -> Iterator[tuple[int | None, int | None, str | None, Path]]:
     """Directories that may be shares: step, rank, hash and path, as far as their names tell."""
     for step, rank, digest in metas:
-        yield step, rank, digest, volume / files.data_name(digest)
+        if digest:
+            yield step, rank, digest, volume / files.data_name(digest)
     named = {digest for _, _, digest in metas}
     for name in names:
         data = files.DATA_NAME.fullmatch(name)
