@@ -11,7 +11,7 @@ _REMEMBERED = 8
 # Until this part of the shortest save has passed, nobody asks.
 _QUIET_PART = 7 / 8
 # From then on the next save starts later than it could by at most this part of the time.
-_LATE_PART = 1 / 32
+_LATE_PART = 1 / 16
 
 
 class Pace:

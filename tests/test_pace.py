@@ -41,9 +41,9 @@ def spread(seconds: float, factor: float) -> list[float]:
 @pytest.mark.parametrize(
     ("lengths", "asked", "kept"),
     [
-        (spread(0.5, 1.2), 0.2, 0.98),
-        (spread(0.5, 2.0), 0.45, 0.98),
-        (spread(4.0, 1.5), 0.1, 0.95),
+        (spread(0.5, 1.2), 0.15, 0.97),
+        (spread(0.5, 2.0), 0.3, 0.96),
+        (spread(4.0, 1.5), 0.05, 0.95),
         # The first short one after long ones is noticed late.
         ([0.4] * 20 + [1.6] * 20, 0.2, 0.9),
     ],
