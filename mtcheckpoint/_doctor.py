@@ -51,6 +51,7 @@ def examine(
     if config.local_checkpoint_directory:
         findings += _preflight.check_ram_disk(Path(config.local_checkpoint_directory))
         findings += _preflight.check_room(config, state_bytes=state_bytes, nodes=nodes)
+        findings += _preflight.check_set_aside(Path(config.local_checkpoint_directory))
         findings += _preflight.check_protocol_files(config)
     if config.backup_root:
         findings += check_backup(config, write_test=write_test, timeout_secs=timeout_secs)

@@ -19,6 +19,7 @@ from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._handshake import client, files
 from mtcheckpoint._initialize import parse_init_info
 from mtcheckpoint._shares.places import LocalPlace
+from mtcheckpoint._shares.volume import set_aside_text
 from mtcheckpoint.config import CheckpointConfig
 from mtcheckpoint.errors import HandshakeError, TierUnreadableError
 
@@ -29,6 +30,7 @@ __all__ = [
     "check_protocol_files",
     "check_ram_disk",
     "check_room",
+    "check_set_aside",
     "check_versions",
     "needed_shares",
 ]
@@ -165,6 +167,14 @@ def check_room(
         remedy = f"give it {needed:,} bytes, or fewer of the state to each node"
         return [Finding(level="FAIL", what=what, found=f"{has}, {needs}", remedy=remedy)]
     return [Finding(level="OK", what=what, found=f"{has}, {needs}")]
+
+
+def check_set_aside(volume: Path) -> list[Finding]:
+    """Whether shares that were found bad take memory; they are never deleted by themselves."""
+    text = set_aside_text(volume)
+    if not text:
+        return []
+    return [Finding(level="WARN", what=f"room in {volume}", found=text.removeprefix("; "))]
 
 
 def _share_bytes(config: CheckpointConfig, state_bytes: int, nodes: int | None) -> int:
@@ -308,7 +318,7 @@ def check_before_first_step(config: CheckpointConfig, coordinator: Coordinator) 
         HandshakeError: something on some process cannot work; one line, the same on all.
     """
     volume = Path(config.local_checkpoint_directory)
-    findings = [*check_ram_disk(volume), *check_room(config)]
+    findings = [*check_ram_disk(volume), *check_room(config), *check_set_aside(volume)]
     for finding in findings:
         if finding.level == "WARN":
             _LOG.warning("%s", finding.line)

@@ -28,10 +28,13 @@ from restoring_jobs import (
     train,
 )
 
+import mtcheckpoint as mtc
+from mtcheckpoint import cli
 from mtcheckpoint._handshake import files
 from mtcheckpoint._replicas import unequal_leaves, unequal_twins, uneven_groups
 from mtcheckpoint._shares.identity import IDENTITY_FILE
 from mtcheckpoint._shares.seal import Seal
+from mtcheckpoint._shares.volume import KeptSteps, size_bytes
 from mtcheckpoint.testing import abstract_state, case_mesh, case_state, ram_disk
 
 pytestmark = pytest.mark.extended
@@ -179,6 +182,50 @@ def test_replicas_that_differ_are_named_with_the_leaf(found: dict[str, Any]) -> 
     assert same(found["unequal"], "unequal") == ["leaf 'drifted': ranks 0, 1 differ"]
 
 
+def test_what_is_set_aside_is_told_in_bytes_until_it_is_deleted(
+    volume_root: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It stays, from one start to the next; nothing deletes it by itself."""
+    flags = {
+        "enable_multi_tier_checkpointing": True,
+        "enable_replicator": False,
+        "max_num_checkpoints_to_keep": 2,
+        "multi_tier_checkpointing_backup_interval_minutes": 30,
+        "local_checkpoint_directory": str(volume_root),
+        "local_checkpoint_period": 1,
+        "run_name": JOB,
+    }
+
+    def start(step: int) -> str:
+        caplog.clear()
+        with open_manager(mtc.CheckpointConfig(**flags)) as manager:
+            found = manager.restore_latest(None)
+            assert (found.step if found is not None else None) == (1 if step > 1 else None)
+            assert manager.save(step, case_state(case_mesh(), step), force=True)
+            manager.wait_until_finished()
+        return " ".join(caplog.messages)
+
+    held = 0
+    assert "set aside hold" not in start(1) + start(2)
+    for newest in (2, 3):
+        held += size_bytes(volume_root / str(newest))
+        damage_data(volume_root / str(newest))
+        start(newest + 1)
+    told = f"2 that a restore found bad and set aside hold {held:,} bytes"
+    damage_data(volume_root / "4")
+    assert told in start(5)
+    held += size_bytes(volume_root / "4.condemned")
+    told = f"3 that a restore found bad and set aside hold {held:,} bytes"
+    cli.main(["doctor", "--json", *(f"{name}={value}" for name, value in flags.items())])
+    assert any(told in finding["found"] for finding in json.loads(capsys.readouterr().out))
+    full = str(KeptSteps(volume_root, job=JOB, keep=2).full())
+    assert told in full and f"rm -r {volume_root}/*.condemned" in full
+    for path in volume_root.glob("*.condemned"):
+        shutil.rmtree(path)
+    cli.main(["doctor", *(f"{name}={value}" for name, value in flags.items())])
+    assert "set aside" not in capsys.readouterr().out
+
+
 # With a replicator.
 
 
@@ -202,6 +249,7 @@ def test_with_a_replicator_a_bad_share_is_noted_and_replaced_at_the_next_start()
         assert same(again, "step", "tier") == [2, "peer"]  # brought anew, by the replicator
         assert again[VICTIM]["bytes"].keys() == {"local"}
         assert not (volume / "mtcheckpoint.condemned.json").exists()
+        assert not list(volume.glob("*.condemned")), "the replicator has cleared it"
 
         third = run_job(restore_with_replicator, NODES, str(root))
         assert same(third, "step", "tier") == [2, "local"]

@@ -15,19 +15,19 @@ from pathlib import Path
 
 from mtcheckpoint._handshake import files
 from mtcheckpoint._shares.inventory import HeldShare, Volume, take_inventory
+from mtcheckpoint._shares.volume import SET_ASIDE_SUFFIX
 
-__all__ = ["NOTE_FILE", "SUFFIX", "set_aside", "take_note", "usable_shares"]
+__all__ = ["NOTE_FILE", "set_aside", "take_note", "usable_shares"]
 
 NOTE_FILE = "mtcheckpoint.condemned.json"
-SUFFIX = ".condemned"
 
 
 def set_aside(path: Path) -> Path:
     """Gives a share a name by which nobody takes it for one; returns the new path."""
-    target = path.with_name(path.name + SUFFIX)
+    target = path.with_name(path.name + SET_ASIDE_SUFFIX)
     number = 2
     while target.exists():
-        target = path.with_name(f"{path.name}.{number}{SUFFIX}")
+        target = path.with_name(f"{path.name}.{number}{SET_ASIDE_SUFFIX}")
         number += 1
     os.rename(path, target)
     return target
@@ -62,7 +62,10 @@ def usable_shares(
         found = take_inventory(volume, job)
         bad = [share for share in found.shares if noted.intersection(_keys(share))]
     told = [f"{share.path} was found bad by an earlier run" for share in bad]
-    told += [f"{path} was found bad and set aside" for path in sorted(volume.glob(f"*{SUFFIX}"))]
+    told += [
+        f"{path} was found bad and set aside"
+        for path in sorted(volume.glob(f"*{SET_ASIDE_SUFFIX}"))
+    ]
     good = tuple(share for share in found.shares if share not in bad)
     return dataclasses.replace(found, shares=good), tuple(told)
 

@@ -25,15 +25,19 @@ from mtcheckpoint._shares.places import read_small_file
 from mtcheckpoint.errors import ShareError
 
 __all__ = [
+    "SET_ASIDE_SUFFIX",
     "STAGING_FOLDER",
     "CommittedSteps",
     "KeptSteps",
     "ReplicatedSteps",
     "free_bytes",
     "own_steps",
+    "set_aside_text",
     "size_bytes",
 ]
 
+# Of a share that was found bad: nobody takes it for one.
+SET_ASIDE_SUFFIX = ".condemned"
 # Not digits: the replicator does not look at it.
 STAGING_FOLDER = "mtcheckpoint.staging"
 
@@ -57,6 +61,21 @@ def size_bytes(folder: Path) -> int:
             else:
                 total += entry.stat(follow_symlinks=False).st_blocks * 512
     return total
+
+
+def set_aside_text(volume: Path) -> str:
+    """What shares that were found bad, and set aside, take of a volume; "" when there are none."""
+    found = sorted(volume.glob(f"*{SET_ASIDE_SUFFIX}"))
+    if not found:
+        return ""
+    try:
+        amount = sum(size_bytes(path) for path in found if path.is_dir() and not path.is_symlink())
+    except OSError:  # somebody deletes them just now
+        return ""
+    return (
+        f"; {len(found)} that a restore found bad and set aside hold {amount:,} bytes: when nobody"
+        f" wants to look at them, rm -r {volume}/*{SET_ASIDE_SUFFIX}"
+    )
 
 
 def own_steps(volume: Path, job: str) -> dict[int, Path]:
@@ -163,7 +182,8 @@ class CommittedSteps:
         return OSError(
             errno.ENOSPC,
             f"{self.volume} is full: a share needs at least {self._share_bytes} bytes,"
-            f" {free_bytes(self.volume)} are free. Give the RAM disk more memory",
+            f" {free_bytes(self.volume)} are free. Give the RAM disk more memory"
+            f"{set_aside_text(self.volume)}",
         )
 
     def _has_room(self) -> bool:
