@@ -361,6 +361,23 @@ def test_nodes_that_contradict_each_other_fail(
     assert job.failure(0) == job.failure(1) == ""
 
 
+def test_a_yaml_of_before_does_not_fail_those_who_have_a_new_one(
+    start_cluster: StartCluster,
+) -> None:
+    """Replicator and training were killed, and come back with another number of nodes."""
+    cluster = start_cluster(2)
+    job = Job(cluster.volumes, peers=SWAP)
+    job.write_yaml(1, job.yaml(1, nodes=3))
+    eventually(lambda: cluster.replicator.status()[1].state == "joining", "rank 1 to wait")
+
+    job.write_yaml(0)
+    eventually(lambda: cluster.replicator.status()[0].state == "joining", "rank 0 to wait")
+    job.write_yaml(1)
+
+    job.wait_for_answers()
+    assert job.failure(0) == job.failure(1) == ""
+
+
 def test_missing_node_is_named_and_still_waited_for(start_cluster: StartCluster) -> None:
     cluster = start_cluster(3)
     job = Job(cluster.volumes, peers=[[1], [2], [0]])

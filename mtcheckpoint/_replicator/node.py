@@ -33,6 +33,8 @@ __all__ = ["Node", "NodeStatus"]
 
 # A step directory that lies untaken for this long while no run is on will stay so.
 _UNPROTECTED_SECONDS = 2.0
+# All nodes of a run get their new replicator.yaml within this time of each other.
+_SECONDS_TO_NOTICE = 2.0
 
 _T = TypeVar("_T")
 
@@ -218,7 +220,7 @@ class Node:
         who = f"job={settings.job_name} node={member.rank}/{settings.nodes} {self._volume}"
         self._voice = Voice(volume=self._volume, who=who)
         self._member, self._run = member, None
-        run = self._run = self._lobby.enter(member)
+        run = self._run = self._enter_lobby(member)
         session = Session(
             member=member,
             run=run,
@@ -234,6 +236,14 @@ class Node:
         self._restarted_alone = False
         self._voice.info(f"all {run.nodes} nodes are there")
         return session
+
+    def _enter_lobby(self, member: Member) -> Run:
+        # Those who wait may have a replicator.yaml of before, which was left when all were killed.
+        patience = Deadline.after(_SECONDS_TO_NOTICE, self._options.clock)
+        return self._wait(
+            lambda: self._lobby.enter(member, is_late=patience.passed()),
+            "nodes that contradict this one to get another replicator.yaml",
+        )
 
     def _tell_missing(self, run: Run) -> None:
         ranks = ", ".join(map(str, run.missing_ranks()))

@@ -188,8 +188,13 @@ class Lobby:
         self._forming: dict[str, Run] = {}
         self._lock = threading.Lock()
 
-    def enter(self, member: Member) -> Run:
+    def enter(self, member: Member, *, is_late: bool = True) -> Run | None:
         """Joins the run of the member's job, or begins it.
+
+        Args:
+            is_late: those who wait would have noticed by now if they had got another
+                ``replicator.yaml`` than the one that `member` contradicts. False: None is returned
+                for a contradiction.
 
         Raises:
             RunFailedError: the member contradicts those who wait; they are told too.
@@ -201,6 +206,8 @@ class Lobby:
                 run = Run(settings.job_name, settings.nodes, settings.replicas)
                 self._forming[run.job] = run
             if fault := run.fault_of(member):
+                if not is_late:
+                    return None
                 run.fail(fault)
                 del self._forming[run.job]
                 raise RunFailedError(fault)
