@@ -81,6 +81,7 @@ class Coordinator:
         self._store = store
         self._namespace = namespace
         self._lock = threading.Lock()
+        self._own: dict[str, Any] = {}
         self._rounds: dict[str, int] = defaultdict(int)
         self._kept_from: dict[str, int] = defaultdict(int)
         self.announce(_HOSTS, host or socket.gethostname())
@@ -217,7 +218,12 @@ class Coordinator:
 
     def announce(self, topic: str, value: Any) -> None:
         """Sets this process' report on `topic`, over its last one. Does not wait."""
+        self._own[topic] = value
         self._store.set(f"{self._namespace}/announced/{topic}/{self.process}", _encode(value))
+
+    def own(self, topic: str) -> Any:
+        """This process' last report on `topic`, None before the first; does not ask the store."""
+        return self._own.get(topic)
 
     def announced(self, topic: str) -> dict[int, Any]:
         """The newest report of each process that has made one. Does not wait."""

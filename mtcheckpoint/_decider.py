@@ -203,7 +203,7 @@ class Decider:
             self._kept = read_by_all
 
     def _judge(self, step: int, failed: Sequence[int], commits: int | None) -> Decision:
-        told = self._coordinator.announced("report")
+        told = self._reports()
         faults = {str(p): fields["fault"] for p, fields in told.items() if fields.get("fault")}
         state = ClusterState(
             step=step,
@@ -226,6 +226,14 @@ class Decider:
             commits=commits or 0,
             faults=faults,
         )
+
+    def _reports(self) -> dict[int, Any]:
+        """What all have reported; nothing but its own while this process is still saving."""
+        own = self._coordinator.own("report")
+        if own and self._started not in (None, own.get("finished_step")):
+            # Then no other report can make the answer a yes, and asking the store takes time.
+            return {self._coordinator.process: own}
+        return self._coordinator.announced("report")
 
     def _ask_again_at(self, state: ClusterState, verdict: Verdict, unsettled: bool) -> int:
         step, now = state.step, state.now_seconds

@@ -77,3 +77,22 @@ def test_it_is_asked_again_until_all_know_how_a_save_has_ended() -> None:
         decision = decider.decide(1002, commits=commits)
         assert (decision.commits, decision.ask_again_at) == (1, 2000)
         assert decider.decide(1003, commits=commits).commits == 1
+
+
+def test_the_store_is_not_asked_while_process_0_is_still_saving() -> None:
+    store, coordinators, (first, second) = _job(Continuous())
+    listed = []
+    listing = store.list
+    store.list = lambda folder: listed.append(folder) or listing(folder)  # type: ignore[method-assign]
+    for coordinator in coordinators:
+        _report(coordinator, None)
+    for decider in (first, second):
+        decider.started(0)
+    listed.clear()
+    assert not first.decide(1).save
+    assert "test/announced/report" not in listed
+    _report(coordinators[0], 0)
+    assert "process 1" in first.decide(2).reason
+    _report(coordinators[1], 0)
+    assert first.decide(3).save
+    assert [second.decide(step) for step in (1, 2, 3)][-1].save
