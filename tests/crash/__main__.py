@@ -2,6 +2,7 @@
 
 import sys
 
-from tests.crash.driver import main
+from tests.crash.seeds import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

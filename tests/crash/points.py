@@ -19,14 +19,18 @@ from typing import Any
 # By name: module, class ("" for a function of the module), function.
 TRAINING = {
     "write": ("mtcheckpoint._orbax", "ShareWriter", "write"),
-    "seal": ("mtcheckpoint._saver", "Saver", "_seal"),
+    "seal": ("mtcheckpoint._saver", "", "seal_share"),
+    "seal of all": ("mtcheckpoint._saver", "", "_write_over"),
     "commit": ("mtcheckpoint._shares.volume", "CommittedSteps", "commit"),
     "finished": ("mtcheckpoint._saver", "Saver", "_finished"),
 }
 STARTING = {
-    "pin": ("mtcheckpoint._session", "", "pin"),
     "handshake": ("mtcheckpoint._handshake.client", "", "run_handshake"),
     "read": ("mtcheckpoint._restorer", "", "read_state"),
+}
+# Only where a save is read that the replicator would clear.
+SALVAGING = {
+    "pin": ("mtcheckpoint._session", "", "pin"),
     "unsafe": ("mtcheckpoint._session", "Session", "mark_unsafe"),
     "safe": ("mtcheckpoint._session", "Session", "mark_safe"),
 }
@@ -44,7 +48,10 @@ REPLICATOR = {
     "move": ("mtcheckpoint._replicator.backup", "BackupStore", "_move_into_place"),
 }
 FULL_SECONDS = 0.5
-ALL = {**TRAINING, **STARTING, **REPLICATOR}
+# How often a run comes by, at least, where it starts.
+PASSES = {"handshake": 1, "read": 1, "pin": 1, "unsafe": 2, "safe": 1}
+ONCE_PER_NODE = ("link", "clean")
+ALL = {**TRAINING, **STARTING, **SALVAGING, **REPLICATOR}
 
 
 def arm(spec: Sequence[Any] | None) -> None:
@@ -52,9 +59,7 @@ def arm(spec: Sequence[Any] | None) -> None:
     if spec is None:
         return
     point, when, number = spec
-    module_name, class_name, name = ALL[point]
-    module = importlib.import_module(module_name)
-    owner = getattr(module, class_name) if class_name else module
+    owner, name = place_of(point)
     original = getattr(owner, name)
     passes = iter(range(1, 1_000_000))
 
@@ -69,6 +74,13 @@ def arm(spec: Sequence[Any] | None) -> None:
         return result
 
     setattr(owner, name, wrapped)
+
+
+def place_of(point: str) -> tuple[Any, str]:
+    """What a point's function is an attribute of, and its name there."""
+    module_name, class_name, name = ALL[point]
+    module = importlib.import_module(module_name)
+    return (getattr(module, class_name) if class_name else module), name
 
 
 def fill_the_disk(volume: Path, number: int) -> None:

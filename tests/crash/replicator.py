@@ -1,0 +1,47 @@
+"""The replicator of all nodes, as the driver holds it: a process that is started and killed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mtcheckpoint._clock import Deadline, wait_for
+from mtcheckpoint.testing import ProcessGroup
+from tests.crash import worker
+
+SECONDS_TO_START = 60.0
+
+
+class Replicator:
+    """The replicator of some volumes."""
+
+    def __init__(self, volumes: Sequence[Path], backup: Path) -> None:
+        self._places = [[str(volume) for volume in volumes], str(backup)]
+        self._group: ProcessGroup | None = None
+        self._said = ""
+
+    def start(self, die: list[Any] | None) -> None:
+        """Starts it; `die`: the point at which it will end."""
+        group = ProcessGroup(worker.replicate, 1, args=[*self._places, die], distributed=False)
+        self._group = group
+        wait_for(
+            lambda: "serving" in group.output(0) or None,
+            Deadline.after(SECONDS_TO_START),
+            "the replicator",
+        )
+
+    def is_alive(self) -> bool:
+        return self._group is not None and self._group.poll() == [None]
+
+    def kill(self) -> None:
+        """Kills it, if it runs."""
+        if self._group is not None:
+            self._group.kill(0)
+            self._said = self.log()
+            self._group.close()
+            self._group = None
+
+    def log(self) -> str:
+        """What it has said in all its lives."""
+        return self._said + (self._group.output(0) if self._group is not None else "")
