@@ -150,8 +150,8 @@ class _Attempt:
     def run(self, passed_over: tuple[PassedOver, ...]) -> RestoredState | None:
         """The restored state, or None when the candidate is not whole on some process."""
         with self._timed("open"):
-            near = self._together("open", self._open_near)
-        if near is None:
+            self._together("open", self._open_near)
+        if self._faults:  # of any process: all go the same way
             self._raise_if_strict()
             return None
         if not self._is_one_save():
@@ -319,8 +319,9 @@ class _Attempt:
         if text and notes:
             text += f" ({'; '.join(notes)})"
         told = self._coordinator.gather("restore/missing", text)
-        self._faults = {process: text for process, text in enumerate(told) if text}
-        return bool(self._faults)
+        missing = {process: text for process, text in enumerate(told) if text}
+        self._faults = {**self._faults, **missing}
+        return bool(missing)
 
     # Reading.
 

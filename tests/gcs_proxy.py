@@ -33,7 +33,8 @@ class Fault:
         body: only requests with these bytes in the body.
         least_bytes: only requests for a range of at least so many bytes; 0: of any.
         harm: ``"reset"``: no answer, and the server hears nothing; ``"lose"``: no answer, though
-            the server has done it; ``"cut"``: half an answer; ``"corrupt"``: one byte is another
+            the server has done it; ``"cut"``: half an answer; ``"short"``: half of one that
+            says it is all; ``"corrupt"``: one byte is another
             in what is sent (POST) or answered (GET).
     """
 
@@ -124,6 +125,9 @@ class FaultyProxy:
         answer = None if harm == "reset" else await self._pass_on(request, path, body)
         if harm == "corrupt" and answer is not None:
             answer.body = _other_byte(answer.body)
+            return answer
+        if harm == "short" and answer is not None:
+            answer.body = answer.body[: len(answer.body) // 2]
             return answer
         if harm == "cut" and answer is not None:
             headers = {**answer.headers, "Content-Length": str(len(answer.body))}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import gcsfs  # noqa: F401 - takes longer than the limit, which is not about that
 import jax
 from jax.experimental import multihost_utils
 
