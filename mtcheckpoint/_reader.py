@@ -1,21 +1,30 @@
 """Reads a state out of a set of shares, wherever they lie: the one reader for all tiers.
 
-A leaf is one TensorStore over the shares: each chunk comes from the share that the plan names. Only
-what this process's devices need is read, straight into the buffers that go to the devices.
+Each chunk comes from the share that the plan names. Only what this process's devices need is read,
+straight into the buffers that go to the devices.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import tensorstore as ts
 
+from mtcheckpoint._chunk_reads import (
+    ChunkRead,
+    DecodedRead,
+    ReadPool,
+    ReadTask,
+    StateFiles,
+    runs_of,
+)
 from mtcheckpoint._clock import Deadline
 from mtcheckpoint._restore import Box, Chunk, LeafPlan, box_shape, chunks_touching, plan_leaf
 from mtcheckpoint._shares.contents import Leaf, ShareContents, state_kvstore
@@ -23,6 +32,10 @@ from mtcheckpoint._target import Target, TargetLeaf
 from mtcheckpoint.errors import ShareError, WaitTimeoutError
 
 __all__ = ["ReadPlan", "plan_reads", "read_state", "tensorstore_context"]
+
+_MOST_THREADS, _FAR_THREADS = 8, 16
+_ALIGNMENT = 64  # bytes; what XLA asks for
+_BLOCK_BYTES = 64 << 20
 
 
 def tensorstore_context() -> ts.Context:
@@ -89,7 +102,8 @@ def _distinct(leaf: TargetLeaf) -> dict[Box, list[jax.Device | None]]:
 
 
 def _plan_of(leaf: TargetLeaf, parts: Any, shares: Sequence[ShareContents]) -> LeafPlan:
-    holders = [share.chunks.get(leaf.leaf.name, frozenset()) for share in shares]
+    nothing: Mapping[Chunk, Any] = {}
+    holders = [share.chunks.get(leaf.leaf.name, nothing).keys() for share in shares]
     return plan_leaf(parts, leaf.leaf.chunk_shape, holders)
 
 
@@ -110,106 +124,121 @@ def read_state(
     Raises:
         ShareError: a chunk could not be read, is missing after all, or is not what was saved;
             names the copy.
+        TierUnreadableError: a place could not be read.
         WaitTimeoutError: the deadline passed; names the leaf that was waited for.
     """
-    stores = _open_stores(plan, context, deadline)
-    window = _Window(concurrent_bytes, deadline)
-    values: list[Any] = []
-
-    def place(leaf: TargetLeaf, boxes: Any, parts: Any) -> None:
-        values.append(_value(plan, leaf, boxes, parts))
-
-    for index, (leaf, boxes) in enumerate(zip(plan.target.leaves, plan.boxes, strict=True)):
-        parts = {box: np.empty(box_shape(box), dtype=leaf.dtype) for box in boxes}
-        for read in _reads_of(plan, index, parts):
-            window.add(read, read.start(stores[index]))
-        # At once, so that buffers and devices never hold the whole state at the same time.
-        window.then(functools.partial(place, leaf, boxes, parts))
-    window.finish()
-    return plan.target.build(values)
+    reading = _Reading(plan)
+    tasks = reading.tasks(context, deadline)
+    with ReadPool(_threads(plan), concurrent_bytes) as pool:
+        for task in pool.done(tasks):
+            reading.note(task.reads)
+    return plan.target.build(reading.values)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Read:
-    """One chunk, or a part of one, on its way into a buffer.
+class _Reading:
+    """The buffers of all leaves; each leaf goes to the devices as soon as it is complete.
 
-    Attributes:
-        name: of the leaf.
-        chunk: the chunk.
-        box: what is read, in elements of the leaf.
-        buffer: where it is read to.
-        share: where it is read from. If it is sealed, the whole chunk is read.
-        copies: where parts of the buffer go afterwards.
+    So buffers and devices never hold the whole state at the same time.
     """
 
-    name: str
-    chunk: Chunk
-    box: Box
-    buffer: np.ndarray[Any, Any]
-    share: ShareContents
-    copies: tuple[tuple[np.ndarray[Any, Any], tuple[slice, ...]], ...] = ()
+    def __init__(self, plan: ReadPlan) -> None:
+        self._plan = plan
+        memory = _Memory()
+        self._parts = [
+            {box: memory.take(box_shape(box), leaf.dtype) for box in boxes}
+            for leaf, boxes in zip(plan.target.leaves, plan.boxes, strict=True)
+        ]
+        self._left = [0] * len(self._parts)
+        self.values: list[Any] = [None] * len(self._parts)
 
-    def start(self, store: Any) -> Any:
-        part = store[tuple(slice(start, stop) for start, stop in self.box)] if self.box else store
-        if self.box:
-            part = part.translate_to[(0,) * len(self.box)]
-        return ts.array(self.buffer).write(part)
+    def tasks(self, context: ts.Context, deadline: Deadline) -> list[ReadTask]:
+        """What is to be read, in the order of the leaves."""
+        reads = [read for index in range(len(self._parts)) for read in self._reads_of(index)]
+        for read in reads:
+            self._left[read.owner] += 1
+        for index, left in enumerate(self._left):
+            if not left:
+                self._place(index)
+        files = StateFiles(self._plan.shares, context=context, deadline=deadline)
+        plain = [read for read in reads if read.is_plain]
+        others = [read for read in reads if not read.is_plain]
+        stores = _open_stores(self._plan, {r.owner for r in others}, context, deadline)
+        return [
+            *runs_of(plain, files),
+            *(DecodedRead(read, stores[read.owner], deadline) for read in others),
+        ]
 
-    def finish(self) -> None:
-        """Checks what has come, before anything else sees it."""
-        if self.share.seal is not None:
-            fault = self.share.seal.fault_of_chunk(self.name, self.chunk, self.buffer)
-            if fault is not None:
-                raise ShareError(f"{self.share.place.name}: {fault}", place=self.share.place.name)
-        for target, part in self.copies:
-            target[...] = _view(self.buffer, part)
+    def note(self, reads: Iterable[ChunkRead]) -> None:
+        """Notes that these are in."""
+        for read in reads:
+            self._left[read.owner] -= 1
+            if not self._left[read.owner]:
+                self._place(read.owner)
+
+    def _place(self, index: int) -> None:
+        parts, self._parts[index] = self._parts[index], {}
+        leaf, boxes = self._plan.target.leaves[index], self._plan.boxes[index]
+        self.values[index] = _value(self._plan, leaf, boxes, parts)
+
+    def _reads_of(self, index: int) -> Iterator[ChunkRead]:
+        """The reads that fill the buffers of one leaf."""
+        leaf, sources = self._plan.target.leaves[index], self._plan.leaves[index].sources
+        wanted: dict[Chunk, list[tuple[Box, np.ndarray[Any, Any]]]] = {}
+        for box, buffer in self._parts[index].items():
+            for chunk in chunks_touching(box, leaf.leaf.chunk_shape):
+                part = _overlap(box, _chunk_box(leaf.leaf, chunk))
+                wanted.setdefault(chunk, []).append((part, _view(buffer, _within(part, box))))
+        for chunk, targets in wanted.items():
+            box = _chunk_box(leaf.leaf, chunk)
+            (part, view), *others = targets
+            alone = not others and part == box and view.flags.c_contiguous
+            yield ChunkRead(
+                owner=index,
+                name=leaf.leaf.name,
+                chunk=chunk,
+                box=box,
+                share=self._plan.shares[sources[chunk]],
+                dtype=np.dtype(leaf.dtype),
+                whole=view if alone else None,
+                copies=() if alone else tuple((v, _within(p, box)) for p, v in targets),
+            )
 
 
-def _reads_of(
-    plan: ReadPlan, index: int, parts: Mapping[Box, np.ndarray[Any, Any]]
-) -> Iterator[_Read]:
-    """The reads that fill the buffers of one leaf."""
-    leaf, sources = plan.target.leaves[index].leaf, plan.leaves[index].sources
-    wanted: dict[Chunk, list[tuple[Box, np.ndarray[Any, Any]]]] = {}
-    for box, buffer in parts.items():
-        for chunk in chunks_touching(box, leaf.chunk_shape):
-            part = _overlap(box, _chunk_box(leaf, chunk))
-            wanted.setdefault(chunk, []).append((part, _view(buffer, _within(part, box))))
-    for chunk, targets in wanted.items():
-        share = plan.shares[sources[chunk]]
-        reads = _sealed_read if share.seal is not None else _unsealed_reads
-        yield from reads(leaf, chunk, share, targets)
+def _threads(plan: ReadPlan) -> int:
+    """What is near needs cores, what is far away needs patience."""
+    far = any(plan.shares[share].place.tier != "local" for share in plan.used)
+    return _FAR_THREADS if far else min(_MOST_THREADS, len(os.sched_getaffinity(0)))
 
 
-def _unsealed_reads(
-    leaf: Leaf,
-    chunk: Chunk,
-    share: ShareContents,
-    targets: Sequence[tuple[Box, np.ndarray[Any, Any]]],
-) -> Iterator[_Read]:
-    for part, view in targets:
-        yield _Read(name=leaf.name, chunk=chunk, share=share, box=part, buffer=view)
+class _Memory:
+    """Buffers that CPU devices take as they are: others are copied.
+
+    Small ones share blocks that are large enough for huge pages, which are filled in half the time.
+    """
+
+    def __init__(self) -> None:
+        self._block = np.empty(0, np.uint8)
+
+    def take(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+        """An array whose memory is not there before something is written to it."""
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        if size > _BLOCK_BYTES // 4:
+            memory = _aligned(size)
+        else:
+            if self._block.nbytes < size:
+                self._block = _aligned(_BLOCK_BYTES)
+            memory, self._block = (
+                self._block[:size],
+                self._block[-(-size // _ALIGNMENT) * _ALIGNMENT :],
+            )
+        array: np.ndarray[Any, Any] = memory.view(dtype).reshape(shape)
+        return array
 
 
-def _sealed_read(
-    leaf: Leaf,
-    chunk: Chunk,
-    share: ShareContents,
-    targets: Sequence[tuple[Box, np.ndarray[Any, Any]]],
-) -> Iterator[_Read]:
-    whole = _chunk_box(leaf, chunk)
-    part, view = targets[0]
-    if len(targets) == 1 and part == whole and view.flags.c_contiguous:
-        yield _Read(name=leaf.name, chunk=chunk, share=share, box=whole, buffer=view)
-        return
-    yield _Read(
-        name=leaf.name,
-        chunk=chunk,
-        share=share,
-        box=whole,
-        buffer=np.empty(box_shape(whole), dtype=view.dtype),
-        copies=tuple((view, _within(part, whole)) for part, view in targets),
-    )
+def _aligned(size: int) -> np.ndarray[Any, Any]:
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size]
 
 
 def _view(buffer: np.ndarray[Any, Any], part: tuple[slice, ...]) -> Any:
@@ -238,18 +267,24 @@ def _within(part: Box, whole: Box) -> tuple[slice, ...]:
     )
 
 
-def _open_stores(plan: ReadPlan, context: ts.Context, deadline: Deadline) -> list[Any]:
-    """One TensorStore for each leaf that has something to read; all are opened at once."""
-    opening = [
-        ts.open(_spec(leaf, sources, plan.shares), context=context, read=True, open=True)
-        if sources.sources
-        else None
-        for leaf, sources in zip(plan.target.leaves, plan.leaves, strict=True)
-    ]
-    return [
-        future and _result(future, leaf.leaf.name, deadline)
-        for leaf, future in zip(plan.target.leaves, opening, strict=True)
-    ]
+def _open_stores(
+    plan: ReadPlan, leaves: Iterable[int], context: ts.Context, deadline: Deadline
+) -> dict[int, Any]:
+    """One TensorStore for each of these leaves; all are opened at once."""
+    targets = plan.target.leaves
+    opening = {
+        index: ts.open(
+            _spec(targets[index], plan.leaves[index], plan.shares),
+            context=context,
+            read=True,
+            open=True,
+        )
+        for index in sorted(leaves)
+    }
+    return {
+        index: _result(future, targets[index].leaf.name, deadline)
+        for index, future in opening.items()
+    }
 
 
 def _spec(leaf: TargetLeaf, plan: LeafPlan, shares: Sequence[ShareContents]) -> dict[str, Any]:
@@ -265,41 +300,6 @@ def _spec(leaf: TargetLeaf, plan: LeafPlan, shares: Sequence[ShareContents]) -> 
     kvstore = layers[0]["base"] if len(layers) == 1 else {"driver": "kvstack", "layers": layers}
     # Without the last line a chunk that is not there reads as zeros.
     return {"driver": "zarr3", "kvstore": kvstore, "fill_missing_data_reads": False}
-
-
-class _Window:
-    """Reads on the way, in order, no more than so many bytes at once."""
-
-    def __init__(self, limit_bytes: int, deadline: Deadline) -> None:
-        self._limit_bytes = limit_bytes
-        self._deadline = deadline
-        # Between the reads, what is done when those before are in.
-        self._queue: collections.deque[tuple[_Read, Any] | Callable[[], None]] = collections.deque()
-        self._bytes = 0
-
-    def add(self, read: _Read, future: Any) -> None:
-        self._queue.append((read, future))
-        self._bytes += read.buffer.nbytes
-        while self._bytes > max(self._limit_bytes, read.buffer.nbytes):
-            self._take()
-
-    def then(self, action: Callable[[], None]) -> None:
-        """Calls `action` when all reads that were added before are in."""
-        self._queue.append(action)
-
-    def finish(self) -> None:
-        while self._queue:
-            self._take()
-
-    def _take(self) -> None:
-        first = self._queue.popleft()
-        if not isinstance(first, tuple):
-            first()
-            return
-        read, future = first
-        _result(future, read.name, self._deadline)
-        read.finish()
-        self._bytes -= read.buffer.nbytes
 
 
 def _result(future: Any, name: str, deadline: Deadline) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 __all__ = [
     "Box",
@@ -56,7 +56,7 @@ def chunks_touching(box: Box, chunk_shape: Sequence[int]) -> Iterator[Chunk]:
 
 
 def plan_leaf(
-    boxes: Iterable[Box], chunk_shape: Sequence[int], holders: Sequence[frozenset[Chunk]]
+    boxes: Iterable[Box], chunk_shape: Sequence[int], holders: Sequence[Set[Chunk]]
 ) -> LeafPlan:
     """Picks a share for every chunk that the boxes touch: the first that holds it.
 

@@ -223,7 +223,7 @@ class _Check:
         self, share: ShareContents, seal: Seal, context: ts.Context, limit_bytes: int
     ) -> Iterator[_Reading]:
         for name, chunks in seal.chunks.items():
-            held = share.chunks.get(name, frozenset())
+            held = share.chunks.get(name, {}).keys()
             store = None
             for chunk, (size, _) in chunks.items():
                 if chunk not in held:

@@ -55,8 +55,8 @@ class CheckpointConfig:
             mean not set.
         mtc_data_parallelism: identical replicas of the state; 0 means the number of slices.
         enable_autocheckpoint: save at preemption.
-        checkpoint_storage_concurrent_gb: limit on what a restore reads at once, in GB; in persistent
-            mode Orbax's limit on concurrent I/O.
+        checkpoint_storage_concurrent_gb: limit on what a restore reads at once, in GB; in
+            persistent mode Orbax's limit on concurrent I/O.
         checkpoint_storage_target_data_file_size_bytes: data files are split at this size.
         enable_single_replica_ckpt_restoring: one replica reads and broadcasts to the others.
         run_name: name of the run; with multi-tier checkpointing also the replicator's job name.

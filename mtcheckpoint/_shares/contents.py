@@ -9,12 +9,14 @@ import base64
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import tensorstore as ts
 
 from mtcheckpoint._clock import Deadline
+from mtcheckpoint._restore import Chunk
+from mtcheckpoint._shares.array_index import ArrayIndex, read_index
 from mtcheckpoint._shares.identity import (
     EXTRAS_FILE,
     IDENTITY_FILE,
@@ -24,13 +26,13 @@ from mtcheckpoint._shares.identity import (
     decode_extras,
     identity_from_json,
 )
+from mtcheckpoint._shares.ocdbt import Stored
 from mtcheckpoint._shares.places import Place
 from mtcheckpoint._shares.seal import SEAL_FILE, Seal, Verify, seal_from_json
 from mtcheckpoint._shares.shardings import SHARDINGS_FILE, shardings_from_json
 from mtcheckpoint.errors import ShareError, TierUnreadableError
 
 __all__ = [
-    "Chunk",
     "Leaf",
     "ShareContents",
     "is_unreadable",
@@ -38,12 +40,8 @@ __all__ = [
     "read_extras",
     "read_seal",
     "state_kvstore",
-    "stored_leaves",
 ]
 
-Chunk = tuple[int, ...]
-
-_ARRAY_METADATA = "/zarr.json"
 _OPEN_SECONDS = 120.0
 
 
@@ -60,6 +58,7 @@ class Leaf:
         dtype: zarr's name of the element type.
         chunk_shape: of one stored chunk.
         sharding: Orbax's description of the saved sharding, if there is one.
+        is_plain: chunks are stored as they lie in memory, all of one size.
     """
 
     name: str
@@ -70,6 +69,7 @@ class Leaf:
     dtype: str = ""
     chunk_shape: tuple[int, ...] = ()
     sharding: Mapping[str, Any] | None = None
+    is_plain: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,7 @@ class ShareContents:
         place: where it lies.
         identity: None when Orbax wrote it.
         leaves: by name.
-        chunks: the chunks that lie here, by leaf name.
+        chunks: the chunks that lie here, by leaf name, and where, or what they are.
         strings: values of the leaves that are strings.
         empty: paths of empty parts of the tree and what they were.
         process_devices: device ids of each process of the save, in rank order.
@@ -90,7 +90,7 @@ class ShareContents:
     place: Place
     identity: Identity | None
     leaves: Mapping[str, Leaf]
-    chunks: Mapping[str, frozenset[Chunk]]
+    chunks: Mapping[str, Mapping[Chunk, Stored | bytes]]
     strings: Mapping[str, str]
     empty: Mapping[tuple[str | int, ...], str]
     process_devices: tuple[tuple[int, ...], ...]
@@ -134,15 +134,15 @@ def read_contents(
     if read(f"{STATE_ITEM}/manifest.ocdbt") is None:
         # Without this look, a listing of the arrays would just be empty.
         raise ShareError(f"{place.name}/{STATE_ITEM}/manifest.ocdbt is not there", place=place.name)
-    arrays, chunks = _read_arrays(place, context, Deadline.after(timeout_secs))
-    leaves, empty = _read_tree(read, tree, arrays, dict(identity.kinds) if identity else {})
+    index = _read_index(place, context, Deadline.after(timeout_secs))
+    leaves, empty = _read_tree(read, tree, index.metadata, dict(identity.kinds) if identity else {})
     if seal is not None and verify == "full":
         _check_leaves(place, leaves, seal)
     return ShareContents(
         place=place,
         identity=identity,
         leaves=leaves,
-        chunks=chunks,
+        chunks=index.chunks,
         strings=_strings(read),
         empty=empty,
         process_devices=_process_devices(read),
@@ -162,15 +162,6 @@ def read_extras(share: ShareContents) -> list[Any]:
             f"{share.place.name}/{EXTRAS_FILE} cannot be read: {error}", place=share.place.name
         ) from error
     return list(extras)
-
-
-def stored_leaves(share: ShareContents) -> dict[str, tuple[tuple[int, ...], str, tuple[int, ...]]]:
-    """Shape, element type and chunk shape of each array, as a seal records them."""
-    return {
-        leaf.name: (leaf.shape, leaf.dtype, leaf.chunk_shape)
-        for leaf in share.leaves.values()
-        if leaf.value_type != "string"
-    }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -267,40 +258,19 @@ def _process_devices(read: _SealedFiles) -> tuple[tuple[int, ...], ...]:
         raise ShareError(f"{read.place.name}/{file}: {error}", place=read.place.name) from error
 
 
-def _read_arrays(
-    place: Place, context: ts.Context, deadline: Deadline
-) -> tuple[dict[str, dict[str, Any]], dict[str, frozenset[Chunk]]]:
+def _read_index(place: Place, context: ts.Context, deadline: Deadline) -> ArrayIndex:
     try:
-        store = _result(ts.KvStore.open(state_kvstore(place), context=context), deadline)
-        keys = [key.decode() for key in _result(store.list(), deadline)]
-        names = [key.removesuffix(_ARRAY_METADATA) for key in keys if key.endswith(_ARRAY_METADATA)]
-        reads = [store.read(name + _ARRAY_METADATA) for name in names]
-        arrays = {
-            name: json.loads(_result(read, deadline).value)
-            for name, read in zip(names, reads, strict=True)
-        }
-        return arrays, _chunks(keys, names)
+        return read_index(place, context, deadline)
     except TimeoutError as error:
         raise TierUnreadableError(
             f"{place.name} cannot be read: no answer in {deadline.seconds:.0f} s", place=place.name
         ) from error
     except ValueError as error:
         raise _translated(error, place) from error
-    except RecursionError as error:
-        raise ShareError(f"{place.name} is damaged: {error}", place=place.name) from error
-
-
-def _chunks(keys: Sequence[str], names: Sequence[str]) -> dict[str, frozenset[Chunk]]:
-    chunks: dict[str, set[Chunk]] = {name: set() for name in names}
-    for key in keys:
-        name, separator, position = key.rpartition("/c")
-        if separator and name in chunks:
-            chunks[name].add(tuple(int(part) for part in position.split("/") if part))
-    return {name: frozenset(found) for name, found in chunks.items()}
-
-
-def _result(future: Any, deadline: Deadline) -> Any:
-    return future.result(max(deadline.remaining(), 0.001))
+    except (RecursionError, LookupError, TypeError) as error:
+        raise ShareError(
+            f"{place.name} is damaged: {type(error).__name__}: {error}", place=place.name
+        ) from error
 
 
 def is_unreadable(error: ValueError) -> bool:
@@ -394,6 +364,19 @@ def _leaf(
         dtype=_word(array["data_type"]),
         chunk_shape=_sizes(array["chunk_grid"]["configuration"]["chunk_shape"], least=1),
         sharding=sharding,
+        is_plain=_is_plain(array),
+    )
+
+
+def _is_plain(array: Mapping[str, Any]) -> bool:
+    (codec, *more) = array["codecs"]
+    chunk_shape = array["chunk_grid"]["configuration"]["chunk_shape"]
+    return (
+        not more
+        and codec["name"] == "bytes"
+        and codec.get("configuration", {}).get("endian", "little") == "little"
+        and array["chunk_key_encoding"] == {"name": "default"}
+        and all(size % part == 0 for size, part in zip(array["shape"], chunk_shape, strict=True))
     )
 
 

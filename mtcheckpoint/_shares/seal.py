@@ -79,13 +79,19 @@ class Seal:
 
     def fault_of_chunk(self, name: str, chunk: Chunk, data: np.ndarray[Any, Any]) -> str | None:
         """Why `data` is not what was sealed; None when it is."""
+        return self.fault_of_checksum(name, chunk, data.nbytes, digest_of(data))
+
+    def fault_of_checksum(
+        self, name: str, chunk: Chunk, size_bytes: int, checksum: str
+    ) -> str | None:
+        """Why data of this size and checksum are not what was sealed; None when they are."""
         sealed = self.chunks.get(name, {}).get(chunk)
         if sealed is None:
             return f"chunk {chunk} of leaf {name!r} is not in its seal"
-        if (data.nbytes, digest_of(data)) != sealed:
+        if (size_bytes, checksum) != sealed:
             return (
                 f"chunk {chunk} of leaf {name!r} is not what was saved: its checksum is"
-                f" {digest_of(data)}, sealed was {sealed[1]}"
+                f" {checksum}, sealed was {sealed[1]}"
             )
         return None
 
