@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -36,6 +36,7 @@ __all__ = ["ChunkRead", "DecodedRead", "ReadPool", "ReadTask", "Run", "StateFile
 _RUN_BYTES = 8 << 20
 # What is read is hashed while it is in the cache.
 _BLOCK_BYTES = 1 << 20
+_MOST_BUFFERS = 512  # Linux takes 1,024 in one call
 # Of what lies elsewhere, one request, and how many are on their way for one run.
 _FETCH_BYTES, _FETCHED_AHEAD = 4 << 20, 3
 
@@ -81,16 +82,6 @@ class ChunkRead:
         place = self.share.place.name
         return ShareError(f"{place}: leaf {self.name!r}: {text}", place=place)
 
-    def read(self, source: Source) -> None:
-        """Takes the next bytes of a source, compares them with the seal and passes them on.
-
-        Raises:
-            ShareError: they are not what was sealed.
-        """
-        array = self.buffer()
-        flat = array.reshape(-1).view(np.uint8)
-        self.finish(array, self._fill(flat, source))
-
     def buffer(self) -> np.ndarray[Any, Any]:
         """Contiguous memory for all of it."""
         return self.whole if self.whole is not None else np.empty(box_shape(self.box), self.dtype)
@@ -105,22 +96,46 @@ class ChunkRead:
             within: Any = (*part, ...)
             target[...] = array[within]
 
-    def _fill(self, flat: np.ndarray[Any, Any], source: Source) -> str | None:
-        checksum = xxhash.xxh3_128()
-        sealed = self.share.seal is not None
-        for start in range(0, flat.nbytes, _BLOCK_BYTES):
-            block = flat[start : start + _BLOCK_BYTES]
-            source.fill(block)
-            if sealed:
-                checksum.update(block.data)
-        return checksum.hexdigest() if sealed else None
+
+def _read_large(read: ChunkRead, source: Source) -> None:
+    """Block by block, each hashed while it is in the cache."""
+    array, checksum = read.buffer(), xxhash.xxh3_128()
+    flat = array.reshape(-1).view(np.uint8)
+    sealed = read.share.seal is not None
+    for start in range(0, flat.nbytes, _BLOCK_BYTES):
+        block = flat[start : start + _BLOCK_BYTES]
+        source.fill([block])
+        if sealed:
+            checksum.update(block.data)
+    read.finish(array, checksum.hexdigest() if sealed else None)
+
+
+def _read_small(reads: Sequence[ChunkRead], source: Source) -> None:
+    """All at once, then one after the other."""
+    arrays = [read.buffer() for read in reads]
+    source.fill([array.reshape(-1).view(np.uint8) for array in arrays])
+    for read, array in zip(reads, arrays, strict=True):
+        read.finish(array, digest_of(array) if read.share.seal is not None else None)
+
+
+def _batches(reads: Sequence[ChunkRead]) -> Iterator[list[ChunkRead]]:
+    """As many as fill a block; larger ones alone."""
+    batch: list[ChunkRead] = []
+    size = 0
+    for read in reads:
+        if batch and (size + read.nbytes > _BLOCK_BYTES or len(batch) == _MOST_BUFFERS):
+            yield batch
+            batch, size = [], 0
+        batch.append(read)
+        size += read.nbytes
+    yield batch
 
 
 class Source(Protocol):
     """Bytes, one behind the other."""
 
-    def fill(self, block: np.ndarray[Any, Any]) -> None:
-        """Fills a flat buffer of bytes with the next ones.
+    def fill(self, blocks: Sequence[np.ndarray[Any, Any]]) -> None:
+        """Fills flat buffers of bytes, one after the other, with the next ones.
 
         Raises:
             EOFError: there are not so many.
@@ -150,8 +165,11 @@ class Run:
         first = self.reads[0]
         try:
             with self.files.opened(first.share, self.stored) as source:
-                for read in self.reads:
-                    read.read(source)
+                for batch in _batches(self.reads):
+                    if len(batch) > 1 or batch[0].nbytes <= _BLOCK_BYTES:
+                        _read_small(batch, source)
+                    else:
+                        _read_large(batch[0], source)
         except (OSError, EOFError, ValueError) as error:
             raise _translated(error, first, self.files.deadline) from error
 
@@ -314,14 +332,17 @@ class _File:
         self._file = file
         self._offset = offset
 
-    def fill(self, block: np.ndarray[Any, Any]) -> None:
-        view = block.data
-        while view.nbytes:
-            count = os.preadv(self._file, [view], self._offset)
+    def fill(self, blocks: Sequence[np.ndarray[Any, Any]]) -> None:
+        views = collections.deque(block.data for block in blocks)
+        while views:
+            count = os.preadv(self._file, [*views], self._offset)
             if count == 0:
                 raise EOFError("its file is too short")
-            view = view[count:]
             self._offset += count
+            while views and count >= views[0].nbytes:
+                count -= views.popleft().nbytes
+            if views:
+                views[0] = views[0][count:]
 
 
 class _Bytes:
@@ -329,12 +350,13 @@ class _Bytes:
         self._content = np.frombuffer(content, np.uint8)
         self._offset = 0
 
-    def fill(self, block: np.ndarray[Any, Any]) -> None:
-        part = self._content[self._offset : self._offset + block.nbytes]
-        if part.nbytes != block.nbytes:
-            raise EOFError("there are fewer bytes than there should be")
-        block[...] = part
-        self._offset += part.nbytes
+    def fill(self, blocks: Sequence[np.ndarray[Any, Any]]) -> None:
+        for block in blocks:
+            part = self._content[self._offset : self._offset + block.nbytes]
+            if part.nbytes != block.nbytes:
+                raise EOFError("there are fewer bytes than there should be")
+            block[...] = part
+            self._offset += part.nbytes
 
 
 class _Fetched:
@@ -352,7 +374,11 @@ class _Fetched:
             self._ask()
         self._content = np.empty(0, np.uint8)
 
-    def fill(self, block: np.ndarray[Any, Any]) -> None:
+    def fill(self, blocks: Sequence[np.ndarray[Any, Any]]) -> None:
+        for block in blocks:
+            self._fill(block)
+
+    def _fill(self, block: np.ndarray[Any, Any]) -> None:
         while block.nbytes:
             if not self._content.nbytes:
                 self._content = self._next()

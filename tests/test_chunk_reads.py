@@ -209,8 +209,7 @@ def received(place: PeerPlace, start: int, stop: int) -> bytes:
     blocks = [np.empty(size, np.uint8) for size in (10, stop - start - 10)]
     stream = PeerStream(place, "state/d/x", offset=start, length=stop - start, deadline=deadline())
     with contextlib.closing(stream):
-        for block in blocks:
-            stream.fill(block)
+        stream.fill(blocks)
     return b"".join(block.tobytes() for block in blocks)
 
 

@@ -6,6 +6,7 @@ One read of the index tells of all arrays; opening them one by one would take a 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import urllib.parse
 from collections.abc import Iterator, Mapping
@@ -97,10 +98,15 @@ def _value(entry: Mapping[str, Any]) -> Stored | bytes:
         return bytes(inline)
     # kind:base path:path:offset:length, the paths percent-encoded
     _, base, path, offset, length = entry["indirect_value"].split(":")
+    return Stored(file=_file(base, path), offset=int(offset), length=int(length))
+
+
+@functools.lru_cache(maxsize=64)
+def _file(base: str, path: str) -> str:
     file = urllib.parse.unquote(base) + urllib.parse.unquote(path)
     if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\0" in file:
         raise ValueError(f"its index of arrays points out of it: {file[:200]!r}")
-    return Stored(file=file, offset=int(offset), length=int(length))
+    return file
 
 
 def _chunks(

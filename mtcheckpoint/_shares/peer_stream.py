@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,17 +43,18 @@ class PeerStream:
         self._answer: http.client.HTTPResponse | None = None
         self._pauses = self._new_pauses()
 
-    def fill(self, block: np.ndarray[Any, Any]) -> None:
-        """Fills a flat buffer of bytes with the next ones.
+    def fill(self, blocks: Sequence[np.ndarray[Any, Any]]) -> None:
+        """Fills flat buffers of bytes, one after the other, with the next ones.
 
         Raises:
-            OSError, EOFError, TimeoutError: the peer does not send them.
+            OSError, TimeoutError: the peer does not send them.
         """
-        view = block.data
-        while view.nbytes:
-            count = self._receive(view)
-            view = view[count:]
-            self._offset += count
+        for block in blocks:
+            view = block.data
+            while view.nbytes:
+                count = self._receive(view)
+                view = view[count:]
+                self._offset += count
 
     def close(self) -> None:
         """Closes the connection."""

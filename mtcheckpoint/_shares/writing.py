@@ -7,8 +7,8 @@ and the checksum would be a second pass.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import json
@@ -37,6 +37,7 @@ _METADATA_KEY = "zarr.json"
 _CHUNK_BYTES = 64 << 20
 # What is hashed is written while it is in the cache.
 _BLOCK_BYTES = 1 << 20
+_MOST_BUFFERS = 512  # Linux takes 1,024 in one call
 # A thread is worth its start from here on.
 _BYTES_PER_THREAD = 64 << 20
 
@@ -214,13 +215,12 @@ def _shared_out(chunks: Sequence[_ChunkData], threads: int) -> list[list[_ChunkD
 def _write_chunks(
     folder: Path, chunks: Sequence[_ChunkData], file_bytes: int
 ) -> list[_WrittenChunk]:
-    written = []
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(_DataFile(folder))
-        for chunk in chunks:
-            if file.size_bytes >= file_bytes:
-                file = stack.enter_context(_DataFile(folder))
-            written.append(file.append(chunk))
+    written: list[_WrittenChunk] = []
+    ahead = collections.deque(chunks)
+    while ahead:
+        with _DataFile(folder) as file:
+            while ahead and file.size_bytes < file_bytes:
+                written.append(file.append(ahead.popleft()))
     return written
 
 
@@ -231,12 +231,18 @@ class _DataFile:
         self._name = f"{DATA_FOLDER}/{uuid.uuid4().hex}"
         self._file = os.open(folder / self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self.size_bytes = 0
+        self._waiting: collections.deque[memoryview] = collections.deque()
+        self._waiting_bytes = 0
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        os.close(self._file)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._flush()
+        finally:
+            os.close(self._file)
 
     def append(self, chunk: _ChunkData) -> _WrittenChunk:
         offset = self.size_bytes
@@ -265,9 +271,21 @@ class _DataFile:
         return checksum.hexdigest()
 
     def _write(self, data: memoryview) -> None:
+        """Writes it now or, what is small, together with what follows."""
         self.size_bytes += data.nbytes
-        while data.nbytes:
-            data = data[os.write(self._file, data) :]
+        self._waiting.append(data)
+        self._waiting_bytes += data.nbytes
+        if self._waiting_bytes >= _BLOCK_BYTES or len(self._waiting) >= _MOST_BUFFERS:
+            self._flush()
+
+    def _flush(self) -> None:
+        while self._waiting:
+            count = os.writev(self._file, [*self._waiting])
+            while self._waiting and count >= self._waiting[0].nbytes:
+                count -= self._waiting.popleft().nbytes
+            if self._waiting:
+                self._waiting[0] = self._waiting[0][count:]
+        self._waiting_bytes = 0
 
 
 def _write_index(
