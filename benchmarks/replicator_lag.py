@@ -117,10 +117,16 @@ class _Run:
 
 
 def _write_share(folder: Path, size_bytes: int, *, seed: int) -> Path:
-    """A share as Orbax lays it out, in the files that a save of ours has."""
+    """A share as Orbax lays it out, with about one file for each array."""
     base = folder / "state"
     base.mkdir(parents=True)
-    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{base}/"}).result()
+    store = ts.KvStore.open(
+        {
+            "driver": "ocdbt",
+            "base": f"file://{base}/",
+            "target_data_file_size": size_bytes // _ARRAYS,
+        }
+    ).result()
     random = np.random.default_rng(seed)
     with ts.Transaction() as transaction:
         bound = store.with_transaction(transaction)

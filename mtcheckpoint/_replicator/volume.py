@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import yaml
@@ -32,6 +33,9 @@ _MOST_YAML_BYTES = 1 << 20
 FileStamp = tuple[int, int, int]
 # Data's digest, and whether the same data was there already.
 TakenShare = tuple[str, bool]
+
+# Copying competes with training for the processor and for memory.
+_COPYING_THREADS = 4
 
 _CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
 _TORCH_METADATA = ".metadata"
@@ -239,14 +243,25 @@ class Volume:
 
 
 def copy_tree(source: Path, target: Path, check: Callable[[], None]) -> None:
-    """Copies a directory, or a file, calling `check` before each file."""
-    if not source.is_dir():
+    """Copies a directory, or a file, calling `check` before each file, also in other threads."""
+
+    def copy(names: tuple[Path, Path]) -> None:
         check()
-        shutil.copyfile(source, target)
+        shutil.copyfile(*names)
+
+    with ThreadPoolExecutor(max_workers=_COPYING_THREADS) as pool:
+        for _ in pool.map(copy, list(_files_to_copy(source, target))):
+            pass
+
+
+def _files_to_copy(source: Path, target: Path) -> Iterator[tuple[Path, Path]]:
+    """The files below `source` and where they go; makes the directories for them."""
+    if not source.is_dir():
+        yield source, target
         return
     target.mkdir(exist_ok=True)
     for name in os.listdir(source):
-        copy_tree(source / name, target / name, check)
+        yield from _files_to_copy(source / name, target / name)
 
 
 def _read_digest(path: Path) -> str:
