@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -187,18 +188,26 @@ def _unmet(results: Sequence[Mapping[str, Any]], reasons: Mapping[str, str]) -> 
     unmet = [r["case"] for r in results if goal_of(r).is_met(r["ratio"]) is False]
     if not unmet:
         return ""
-    lines = [f"- `{case}`: {reasons.get(case, 'no reason is noted yet.')}" for case in unmet]
+    lines = [_item(case, reasons.get(case, "no reason is noted yet.")) for case in unmet]
     return "\n".join(["## Goals that are not met\n", *lines, ""])
 
 
 def _notes(results: Sequence[Mapping[str, Any]]) -> str:
-    lines = [f"- `{result['case']}`: {result['notes']}" for result in results]
+    lines = [_item(result["case"], result["notes"]) for result in results]
     return "\n".join(["## What was measured\n", *lines, ""])
+
+
+def _item(case: str, text: str) -> str:
+    return _wrapped(f"- `{case}`: {text}", subsequent_indent="  ")
+
+
+def _wrapped(text: str, **options: Any) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False, **options)
 
 
 def _missing(results: Sequence[Mapping[str, Any]]) -> str:
     names = [f"`{case}`" for case in GOALS if case not in {r["case"] for r in results}]
-    return f"Not part of this run: {', '.join(names)}.\n" if names else ""
+    return _wrapped(f"Not part of this run: {', '.join(names)}.") + "\n" if names else ""
 
 
 # The README.
