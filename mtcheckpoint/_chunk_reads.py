@@ -54,6 +54,7 @@ class ChunkRead:
         whole: a contiguous buffer for it; None: it is only needed for the copies.
         copies: buffers for parts of it, and the parts.
         dtype: of the elements.
+        nbytes: of all of it.
     """
 
     owner: int
@@ -64,10 +65,11 @@ class ChunkRead:
     dtype: np.dtype[Any]
     whole: np.ndarray[Any, Any] | None = None
     copies: tuple[tuple[np.ndarray[Any, Any], tuple[slice, ...]], ...] = ()
+    nbytes: int = dataclasses.field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(box_shape(self.box)) * np.dtype(self.dtype).itemsize
+    def __post_init__(self) -> None:
+        size = math.prod(box_shape(self.box)) * self.dtype.itemsize
+        object.__setattr__(self, "nbytes", size)
 
     @property
     def is_plain(self) -> bool:
