@@ -117,6 +117,12 @@ def test_every_bit_is_looked_at(volume_root: Path) -> None:
         file.write_bytes(harmed)
         with pytest.raises(ShareError, match=r"leaf 'w' is not what was saved"):
             read_all(reads_of(share))
+        # Also where only one element of it is wanted.
+        copies = ((np.zeros((1, 1), np.float32), (slice(0, 1), slice(0, 1))),)
+        parts = [dataclasses.replace(r, whole=None, copies=copies) for r in reads_of(share)]
+        with pytest.raises(ShareError, match=r"leaf 'w' is not what was saved"):
+            read_all(parts)
+        assert not copies[0][0].any(), "nothing of it was passed on"
     file.write_bytes(content[:-1])
     with pytest.raises(
         ShareError, match=re.escape(f"{share.place.name}: leaf 'w': cannot be read")

@@ -205,6 +205,25 @@ def extras_of_rank(rank: int, step: int) -> Mapping[str, Any]:
     return {**extras_of(step), "rank": rank}
 
 
+@pytest.mark.parametrize("tier", ["local", "peer", "backup"])
+def test_without_verification_what_lies_there_comes_back_and_the_report_says_so(
+    tier: str, saved: Path
+) -> None:
+    victim = share(saved, VICTIM, NEW)
+    # The other one is the index, which has checksums of its own.
+    (data,) = [p for p in victim.glob("state/d/*") if p.read_bytes()[:4] != b"\x0c\xdb\x20\xde"]
+    content = data.read_bytes()
+    flip(0.5)(data, data)
+    try:
+        with candidates(saved, tier) as found:
+            restored = restore(found(), "off")
+    finally:
+        data.write_bytes(content)
+    assert restored.step == NEW
+    assert len(restored.report.unverified) == 2
+    assert wrong_in(restored, "off").startswith(f"step {NEW}: "), "the flipped bit is in it"
+
+
 # The matrix.
 
 # Of these every change is noticed. Of data files only what is read: Orbax writes some bytes that
