@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,12 @@ def flip_a_bit(share: Path, step: int) -> None:
     file.write_bytes(content)
 
 
+NAMELESS: dict[str, Callable[[Path], Any]] = {
+    "identity cut": lambda file: file.write_text("{"),
+    "identity gone": lambda file: file.unlink(),
+}
+
+
 def names(volume: Path) -> list[str]:
     return sorted(path.name for path in volume.iterdir())
 
@@ -87,11 +93,12 @@ def without_a_replicator(root: str) -> dict[str, Any]:
             flip_a_bit(folder(place) / "2", 2)
         together(place)
         found[f"flipped {victim}"] = {**restore_outcome(alone(place)), "left": names(folder(place))}
-    shutil.copytree(folder(f"{root}/saved"), folder(f"{root}/nameless"))
-    if rank() == VICTIM:
-        (folder(f"{root}/nameless") / "2" / IDENTITY_FILE).write_text("{")
-    together("nameless")
-    found["nameless"] = saved_again(f"{root}/nameless", 2)
+    for name, harm in NAMELESS.items():
+        shutil.copytree(folder(f"{root}/saved"), folder(f"{root}/{name}"))
+        if rank() == VICTIM:
+            harm(folder(f"{root}/{name}") / "2" / IDENTITY_FILE)
+        together(name)
+        found[name] = saved_again(f"{root}/{name}", 2)
     found["strict"] = strictly(f"{root}/strict")
     found["first"] = {**restore_outcome(alone(f"{root}/bad")), "left": names(folder(f"{root}/bad"))}
     found["again"] = {**restore_outcome(alone(f"{root}/bad")), "left": names(folder(f"{root}/bad"))}
@@ -136,10 +143,13 @@ def test_a_chunk_that_nobody_else_has_takes_all_back_at_once(
     assert all(process["took_seconds"] < 10 for process in outcome)
 
 
-def test_a_step_directory_that_does_not_say_whose_it_is_makes_room(found: dict[str, Any]) -> None:
-    assert same(found["nameless"], "step") == 1
-    assert found["nameless"][VICTIM]["left"] == ["1", "2", "2.condemned"]
-    assert found["nameless"][1 - VICTIM]["left"] == ["1", "2"]
+@pytest.mark.parametrize("name", NAMELESS)
+def test_a_step_directory_that_does_not_say_whose_it_is_makes_room(
+    found: dict[str, Any], name: str
+) -> None:
+    assert same(found[name], "step") == 1
+    assert found[name][VICTIM]["left"] == ["1", "2", "2.condemned"]
+    assert found[name][1 - VICTIM]["left"] == ["1", "2"]
 
 
 def test_it_is_not_tried_again(found: dict[str, Any]) -> None:
@@ -257,6 +267,26 @@ def test_with_a_replicator_a_bad_share_is_noted_and_replaced_at_the_next_start()
 
 def restore_with_replicator(root: str) -> dict[str, Any]:
     return restore_outcome(config(root))
+
+
+def test_a_whole_older_step_in_memory_outlives_a_newer_one_that_is_bad() -> None:
+    """The replicator would offer the newer one by its names, and clear the older."""
+    with ram_disk() as root, embedded_cluster(root, NODES, timeout_secs=30.0) as cluster:
+        run_job(train, NODES, str(root), {}, [1])
+        wait_until_held(cluster.volumes, 1)
+        kept = [shutil.copytree(volume, root / f"kept-{volume.name}") for volume in cluster.volumes]
+        run_job(train, NODES, str(root), {}, [2])
+        wait_until_held(cluster.volumes, 2)
+        for volume, before in zip(cluster.volumes, kept, strict=True):
+            # As it is while step 1 is being backed up.
+            for entry in (*before.glob("*.data"), *before.glob("*.meta")):
+                entry.rename(volume / entry.name)
+            meta = volume / files.ShareName(job=JOB, step=2, node_rank=VICTIM).meta
+            damage_data(volume / files.data_name(meta.read_text()))
+
+        found = run_job(train, NODES, str(root), {}, [3])
+        assert same(found, "step") == 1
+        wait_until_held(cluster.volumes, 3)
 
 
 def test_a_name_that_cannot_be_read_loses_nothing() -> None:

@@ -78,6 +78,15 @@ def test_damaged_identities_are_named(volume_root: Path) -> None:
     assert inventory.damaged_paths == (share,)
 
 
+def test_a_step_whose_identity_is_gone_is_damaged(volume_root: Path) -> None:
+    share = share_in(volume_root, "5")
+    (share / "mtcheckpoint" / "seal.json").write_text("{}")
+    (share / "mtcheckpoint" / "identity.json").unlink()
+    inventory = take_inventory(volume_root, JOB)
+    assert inventory.shares == ()
+    assert inventory.damaged_paths == (share,)
+
+
 def test_nothing_is_overlooked_while_a_replicator_renames(volume_root: Path) -> None:
     """A thread takes the step as a replicator does, again and again, while we look."""
     share_in(volume_root, "5")

@@ -213,7 +213,10 @@ def _identify(
         return None
     try:
         text = read_small_file(path / IDENTITY_FILE)
-    except OSError:
+    except OSError as error:
+        # What is being deleted has another name, so that this one is not on its way out.
+        if files.is_step_name(path.name) and (path / IDENTITY_FILE).parent.is_dir():
+            raise ShareError(f"{path}: {IDENTITY_FILE} is gone", place=str(path)) from error
         # Orbax's own do not say whose they are: without a name they are nobody's.
         if step is None:
             return None

@@ -113,14 +113,14 @@ class Game:
 
     def run(self, number: int, strike: Strike) -> bool:
         """False when nothing could be restored; then all is wiped for a new start."""
+        if self.replicator is not None:
+            self.replicator.start(strike.die if strike.kind == "replicator point" else None)
         before = self.look()
         self.tell(
             f"run {number}: {self.nodes} nodes, at least {before.bound}"
             f" (memory {before.memory}, backup {before.backup}), {strike}"
         )
         (self.root / "enough").unlink(missing_ok=True)
-        if self.replicator is not None:
-            self.replicator.start(strike.die if strike.kind == "replicator point" else None)
         with self.training(number, strike) as group:
             try:
                 self.watch(group, strike, before)

@@ -10,13 +10,17 @@ from mtcheckpoint._clock import Deadline, wait_for
 from mtcheckpoint.testing import ProcessGroup
 from tests.crash import worker
 
+REPLICATOR_YAML = "replicator.yaml"
 SECONDS_TO_START = 60.0
+# Tenths of a second without a word.
+LOOKS = 10
 
 
 class Replicator:
     """The replicator of some volumes."""
 
     def __init__(self, volumes: Sequence[Path], backup: Path) -> None:
+        self._volumes = volumes
         self._places = [[str(volume) for volume in volumes], str(backup)]
         self._group: ProcessGroup | None = None
         self._said = ""
@@ -30,6 +34,20 @@ class Replicator:
             Deadline.after(SECONDS_TO_START),
             "the replicator",
         )
+        if any((volume / REPLICATOR_YAML).exists() for volume in self._volumes):
+            self._wait_until_it_rests()
+
+    def _wait_until_it_rests(self) -> None:
+        """It goes by what killed processes have left, before there is any training, and clears."""
+        said = [self.log()]
+
+        def look() -> bool | None:
+            said.append(self.log())
+            taken = not any((volume / REPLICATOR_YAML).exists() for volume in self._volumes)
+            quiet = said[-1] == said[-1 - LOOKS] if len(said) > LOOKS else False
+            return (taken and quiet) or not self.is_alive() or None
+
+        wait_for(look, Deadline.after(SECONDS_TO_START), "the replicator to rest", poll_seconds=0.1)
 
     def is_alive(self) -> bool:
         return self._group is not None and self._group.poll() == [None]
