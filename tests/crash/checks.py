@@ -14,7 +14,6 @@ from tests.crash import survey
 AT_REST = (r".*\.meta", r".*\.data", r".*\.restore", r"replicator\.(prerestore|errors)")
 STEPS = (r"[0-9]+",)
 CONDEMNED = (r".*\.condemned", r"mtcheckpoint\.condemned\.json")
-UNSAFE = "mtcheckpoint.unsafe.json"
 # What a restore raises when there is something and none of it is whole.
 ERRORS = ("RestoreError",)
 # Beside the shares: names, notes, what the replicator has to say.

@@ -18,6 +18,8 @@ from pathlib import Path
 from tests.crash.worker import JOB
 
 SHARE_NAME = re.compile(r"[0-9]+|[0-9]+\.again|.+-s[0-9]+-n[0-9]+-w0\.save|D?[a-z0-9]{64}\.data")
+# Says that a step was lost in the one way in which one may be.
+UNSAFE_NOTE = "mtcheckpoint.unsafe.json"
 META_NAME = re.compile(rf"{JOB}-s([0-9]+)-n([0-9]+)-w0\.meta")
 
 Save = tuple[int, str]  # step and id
@@ -197,7 +199,9 @@ def is_anything_left(volumes: Sequence[Path], backup: Path) -> bool:
     """Whether there is any trace of a step, however damaged: then "nothing" is no answer."""
     folders = [*volumes, *backup_folders(backup)]
     return any(
-        SHARE_NAME.fullmatch(path.name) or META_NAME.fullmatch(path.name)
+        SHARE_NAME.fullmatch(path.name)
+        or META_NAME.fullmatch(path.name)
+        or path.name == UNSAFE_NOTE
         for folder in folders
         for path in folder.iterdir()
     )
