@@ -78,7 +78,7 @@ class Choice:
     Attributes:
         saves: the newest saves.
         offered: position of the save that the replicator will offer to this run; None when it will
-            offer none of them, or a mixture.
+            offer none of them, or a mixture, or would clear what is needed if that save is bad.
     """
 
     saves: tuple[Save, ...]
@@ -129,8 +129,23 @@ def choose(
             ),
             None,
         )
+    if offered is not None and _clears_a_spare(volumes, saves, offered):
+        offered = None
     kept = tuple(saves[:_OFFERED_SAVES])
     return Choice(saves=kept, offered=offered if offered in range(len(kept)) else None)
+
+
+def _clears_a_spare(volumes: Iterable[VolumeSummary], saves: Sequence[Save], offered: int) -> bool:
+    """Whether an older whole save lies there, or a copy of a share that no ``.meta`` names."""
+    if any(not save.gone for save in saves[offered + 1 :]):
+        return True
+    save = saves[offered]
+    return any(
+        (step, save_id) == (save.step, save.save_id)
+        and digest not in {named for _, _, named in volume.metas}
+        for volume in volumes
+        for step, save_id, _, _, digest in volume.shares
+    )
 
 
 def _is_contested(volumes: Iterable[VolumeSummary], step: int) -> bool:

@@ -133,10 +133,7 @@ class Session:
                 yield from self._in_backup(backups, *backup, step)
             if step is not None and save.step != step:
                 continue
-            # What it offers it keeps, and no older save, which is needed if this one is bad.
-            is_the_last = all(older.gone for older in choice.saves[position + 1 :])
-            foreseen = position == choice.offered and is_the_last
-            if foreseen and may_shake_hands and not saved_since:
+            if position == choice.offered and may_shake_hands and not saved_since:
                 yield from self._offered(save)
             else:
                 yield self._in_memory(save)

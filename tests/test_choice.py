@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from mtcheckpoint._choice import Choice, Save, VolumeSummary, choose
@@ -49,6 +50,23 @@ def test_a_node_that_lost_its_memory_is_served_by_its_peer() -> None:
     both = [(40, FIRST, 0, 2), (40, FIRST, 1, 2)]
     found = choose([volume(0, *both), volume(1)], nodes=2, replicas=None)
     assert found.offered == 0
+
+
+def test_what_the_clean_up_would_cost_is_read_before() -> None:
+    """An older whole save, or a nameless copy, is needed if the newest one turns out to be bad."""
+    newest = [(40, SECOND, 0, 2), (40, SECOND, 1, 2)]
+    older = [(30, FIRST, 0, 2), (30, FIRST, 1, 2)]
+    found = choose([volume(0, *newest, *older), volume(1, *newest)], nodes=2, replicas=None)
+    assert (steps(found)[0], found.offered) == ((40, SECOND, ()), None)
+
+    found = choose([volume(0, *newest, older[0]), volume(1, *newest)], nodes=2, replicas=None)
+    assert found.offered == 0, "half of an older one is worth nothing"
+
+    named = [volume(0, newest[0]), volume(1, *newest)]
+    assert choose(named, nodes=2, replicas=None).offered == 0
+    copy = (*newest[1], digest(SECOND, 1))
+    named[0] = dataclasses.replace(named[0], shares=(*named[0].shares, copy))
+    assert choose(named, nodes=2, replicas=None).offered is None
 
 
 def test_the_newest_save_counts_by_its_own_topology() -> None:

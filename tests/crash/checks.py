@@ -152,13 +152,16 @@ def unfinished(volume: Path, step: int, ranks: set[int] | None, most_steps: int)
     held = {share.rank for share in shares if share.step == step}
     if max(steps, default=None) != step or len(steps) > most_steps or held != (ranks or held):
         return f"holds {[(s.step, s.rank) for s in shares]}"
-    unknown = set(survey.share_folders(volume)) - {share.path for share in shares}
+    others = [path for path in survey.share_folders(volume) if survey.is_another_jobs(path)]
+    unknown = set(survey.share_folders(volume)) - {share.path for share in shares} - {*others}
     if unknown:
         return f"{sorted(path.name for path in unknown)} belong to no save"
-    return _too_large(volume, shares)
+    return _too_large(volume, shares, [*volume.glob("*.condemned"), *others])
 
 
-def _too_large(volume: Path, shares: Sequence[survey.FoundShare]) -> str:
-    counted = survey.size_bytes(volume) - sum(map(survey.size_bytes, volume.glob("*.condemned")))
+def _too_large(
+    volume: Path, shares: Sequence[survey.FoundShare], not_counted: Sequence[Path]
+) -> str:
+    counted = survey.size_bytes(volume) - sum(map(survey.size_bytes, not_counted))
     wanted = sum(survey.size_bytes(share.path) for share in shares)
     return "" if counted <= wanted + SMALL_BYTES else f"{counted} bytes for shares of {wanted}"

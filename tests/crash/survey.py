@@ -62,6 +62,8 @@ def count_shares(folder: Path) -> int:
 def _look(path: Path) -> FoundShare | None:
     try:
         identity = json.loads((path / "mtcheckpoint" / "identity.json").read_text())
+        if identity["job"] != JOB:
+            return None
         return FoundShare(
             path=path,
             step=identity["step"],
@@ -72,6 +74,15 @@ def _look(path: Path) -> FoundShare | None:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def is_another_jobs(path: Path) -> bool:
+    """Whether a share says that it is none of this job's, for instance after a bit was flipped."""
+    try:
+        identity = json.loads((path / "mtcheckpoint" / "identity.json").read_text())
+        return str(identity["job"]) != JOB
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def files_of(folder: Path) -> list[Path]:
