@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
 from benchmarks import sides, states
-from benchmarks.timing import clocked
+from benchmarks.timing import clocked, warm_memory
 
 __all__ = ["QUEUED_STEPS", "save", "save_behind_steps"]
 
@@ -39,7 +39,7 @@ def save(root: str, size_bytes: int, pairs: int) -> Times:
         told: Times = {name: [] for name in contestants}
         for step in range(1, pairs + 2):
             for name, side in contestants.items():
-                _together()
+                _together(size_bytes)
                 told[name].append(_saved(side, step, state))
                 _finish(side, step, state, tree)
     return told
@@ -58,12 +58,12 @@ def save_behind_steps(root: str, size_bytes: int, pairs: int) -> Times:
         told: Times = {name: [] for name in (*contestants, "steps")}
         for step in range(1, pairs + 2):
             for name, side in contestants.items():
-                _together()
+                _together(size_bytes)
                 state = _queue_steps(state)
                 taken, state = _saved_behind(side, step, state)
                 told[name].append(taken)
                 _finish(side, step, state, tree)
-            _together()
+            _together(size_bytes)
             state = _queue_steps(state)
             taken, _ = clocked(functools.partial(jax.block_until_ready, state))
             told["steps"].append(taken)
@@ -87,8 +87,9 @@ def _opened(root: str, *names: str) -> Iterator[dict[str, sides.Side]]:
             side.close()
 
 
-def _together() -> None:
+def _together(size_bytes: int) -> None:
     gc.collect()
+    warm_memory(size_bytes // jax.process_count() * 5 // 4)
     multihost_utils.sync_global_devices("save")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -9,10 +10,21 @@ from typing import Any
 
 from benchmarks.results import Pair, Result, compared
 
-__all__ = ["Told", "clocked", "cpu_seconds", "pairs_of", "result_of", "slowest"]
+__all__ = ["Told", "clocked", "cpu_seconds", "pairs_of", "result_of", "slowest", "warm_memory"]
 
 Told = Sequence[dict[str, list[dict[str, float]]]]
 """What each process tells: of each side that it took part in, the seconds of its rounds."""
+
+
+def warm_memory(size_bytes: int) -> None:
+    """Takes so much memory and gives it back, so that both sides of a pair find the same.
+
+    A virtual machine takes from its host what it has not used for a while page by page, at several
+    times the cost of clearing it: whoever came first after a pause would pay for both.
+    """
+    with mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        for page in range(0, size_bytes, mmap.PAGESIZE):
+            memory[page] = 1
 
 
 def clocked(action: Callable[[], Any]) -> tuple[dict[str, float], Any]:
