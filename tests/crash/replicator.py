@@ -30,7 +30,8 @@ class Replicator:
         group = ProcessGroup(worker.replicate, 1, args=[*self._places, die], distributed=False)
         self._group = group
         wait_for(
-            lambda: "serving" in group.output(0) or None,
+            # It may come by its end at once: at what killed processes have left.
+            lambda: "serving" in group.output(0) or not self.is_alive() or None,
             Deadline.after(SECONDS_TO_START),
             "the replicator",
         )
