@@ -201,9 +201,8 @@ def _copy(pieces: list[jax.Array]) -> Sequence[jax.Array]:
     """Starts copies of arrays of one device each."""
     if not pieces:
         return []
-    if not _has_host_memory(pieces[0]):
-        copies: list[jax.Array] = _copy_on_device(pieces)
-        return copies
+    if _is_host_memory(pieces[0].sharding) or not _has_host_memory(pieces[0]):
+        return _copy_by_computation(pieces)
     places = [piece.sharding.with_memory_kind(_HOST_MEMORY) for piece in pieces]
     # Without may_alias, arrays that are in host memory already would be handed back as they are.
     moved: list[jax.Array] = jax.device_put(pieces, places, may_alias=False)
@@ -213,6 +212,18 @@ def _copy(pieces: list[jax.Array]) -> Sequence[jax.Array]:
 def _has_host_memory(array: jax.Array) -> bool:
     device = next(iter(array.sharding.addressable_devices))
     return any(memory.kind == _HOST_MEMORY for memory in device.addressable_memories())
+
+
+def _copy_by_computation(pieces: Sequence[jax.Array]) -> list[jax.Array]:
+    """Copies to where they are, behind what is queued there, in one call for each device."""
+    by_device: dict[jax.Device, list[int]] = {}
+    for position, piece in enumerate(pieces):
+        by_device.setdefault(piece.device, []).append(position)
+    copies: dict[int, jax.Array] = {}
+    for positions in by_device.values():
+        copied = _copy_on_device([pieces[position] for position in positions])
+        copies.update(zip(positions, copied, strict=True))
+    return [copies[position] for position in range(len(pieces))]
 
 
 @jax.jit  # type: ignore[untyped-decorator]

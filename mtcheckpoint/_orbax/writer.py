@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from mtcheckpoint._trees import flatten_named
 
 __all__ = ["ShareWriter", "WrittenShare"]
 
+_CHECKPOINT_METADATA, _SUCCESS_FILE = "_CHECKPOINT_METADATA", "commit_success.txt"
 # More would not make memory faster, and training has a use for the cores.
 _MOST_THREADS, _CORES_PER_THREAD = 8, 4
 
@@ -69,6 +73,7 @@ class ShareWriter:
         self._data_file_size_bytes = data_file_size_bytes
         staging.mkdir(parents=True, exist_ok=True)
         self._manager = self._open_manager()
+        self._template: _Template | None = None
 
     def write(
         self, step: int, tree: Any, custom_metadata: Mapping[str, Any] | None = None
@@ -78,8 +83,13 @@ class ShareWriter:
         Raises:
             OSError: it could not be written.
         """
-        self._write_tree(step, tree, custom_metadata)
         share = self._staging / str(step)
+        kind = _kind_of(tree, custom_metadata)
+        if self._template is None or self._template.kind != kind:
+            self._write_tree(step, tree, custom_metadata)
+            self._template = _Template.of(share, kind)
+        else:
+            self._template.write(share)
         arrays = {
             name: leaf if isinstance(leaf, HostArray) else HostArray.of(leaf)
             for name, leaf in flatten_named(tree)[0].items()
@@ -159,6 +169,48 @@ class ShareWriter:
             ),
             handler_registry=registry,
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Template:
+    """What Orbax writes for one kind of tree: the same for each step, but for times and names.
+
+    Orbax's manager takes some ten milliseconds for it, however small the state is.
+    """
+
+    kind: Any
+    step: str
+    files: Mapping[str, bytes]
+
+    @classmethod
+    def of(cls, share: Path, kind: Any) -> _Template:
+        """Of a share that Orbax has written just now."""
+        found = (path for path in share.rglob("*") if path.is_file())
+        files = {path.relative_to(share).as_posix(): path.read_bytes() for path in found}
+        return cls(kind=kind, step=share.name, files=files)
+
+    def write(self, share: Path) -> None:
+        """Writes it for another step."""
+        now = time.time_ns()
+        for name, content in self.files.items():
+            path = share / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if name == _CHECKPOINT_METADATA:
+                times = {"init_timestamp_nsecs": now, "commit_timestamp_nsecs": now}
+                content = json.dumps({**json.loads(content), **times}).encode()
+            if path.name == _SUCCESS_FILE:  # it tells where it was written
+                content = content.replace(f"/{self.step}.".encode(), f"/{share.name}.".encode())
+            path.write_bytes(content)
+
+
+def _kind_of(tree: Any, custom_metadata: Mapping[str, Any] | None) -> Any:
+    """All of a tree that Orbax's files tell of."""
+    leaves, structure = jax.tree_util.tree_flatten(tree)
+    told = [
+        leaf if isinstance(leaf, str) else (type(leaf), getattr(leaf, "sharding", None))
+        for leaf in leaves
+    ]
+    return structure, told, copy.deepcopy(custom_metadata)
 
 
 def _threads() -> int:
