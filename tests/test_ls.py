@@ -202,8 +202,12 @@ def test_shares_of_a_real_manager_and_without_what_it_says_of_itself(
     ours = [["job-a", step, "complete", "mtcheckpoint", 1] for step in (2, 1)]
     assert values(listed(capsys, volume), *keys) == ours
 
-    # What Orbax's replicator manager writes is the same without our folder.
+    # Without our folder nobody knows whose it is.
     shutil.rmtree(volume / "2" / Path(IDENTITY_FILE).parent)
+    assert values(listed(capsys, volume), "step", "state")[1] == [None, "foreign"]
+
+    # What Orbax's replicator manager writes has a folder for the process instead.
+    (volume / "2" / "state" / "ocdbt.process_0").mkdir()
     rows = listed(capsys, volume)
     assert values(rows, *keys) == [ours[1], [None, 2, "complete", "orbax", 1]]
     assert rows[1]["save_id"] is None

@@ -33,6 +33,7 @@ __all__ = ["DATA_FOLDER", "WrittenArrays", "write_arrays"]
 DATA_FOLDER = "d"
 
 _METADATA_KEY = "zarr.json"
+_MEMORY_SECONDS = 30.0  # no such wait is ever long
 # Chunks are read and checked whole, so they should not be too large for those who need a part.
 _CHUNK_BYTES = 64 << 20
 # What is hashed is written while it is in the cache.
@@ -125,8 +126,8 @@ def _described(dtype: np.dtype[Any]) -> dict[str, Any]:
         context=context,
         dtype=ts.dtype(dtype),
         shape=[1],
-    ).result()
-    found = ts.KvStore.open("memory://", context=context).result()[_METADATA_KEY]
+    ).result(_MEMORY_SECONDS)
+    found = ts.KvStore.open("memory://", context=context).result(_MEMORY_SECONDS)[_METADATA_KEY]
     description: dict[str, Any] = json.loads(found)
     return description
 
