@@ -16,11 +16,19 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from warm import start_warm
 
 import mtcheckpoint.testing as mtt
 from mtcheckpoint._clock import Deadline, wait_for
 from mtcheckpoint.errors import WaitTimeoutError
 from mtcheckpoint.testing import _starting
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm_in_this_environment() -> None:
+    """Imports of other tests may have set variables since: then nothing would be forked."""
+    start_warm()
+
 
 # Run in children.
 
@@ -306,6 +314,7 @@ def test_a_changed_environment_gets_a_new_interpreter(monkeypatch: pytest.Monkey
 
 def test_a_process_ends_with_the_one_that_forked_it_and_others_start_all_the_same() -> None:
     (found,) = mtt.run_processes(surroundings, 1, distributed=False)
+    assert found["ancestor"] != os.getpid(), "it was not forked"
     with mtt.ProcessGroup(sleep_for_ever, 1, distributed=False) as group:
         group.wait_for("asleep")
         os.kill(found["ancestor"], signal.SIGKILL)

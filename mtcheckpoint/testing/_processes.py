@@ -294,9 +294,11 @@ class ProcessGroup:
             return [f"process {p.rank}" for p in self._processes if not done(p)]
 
         def look() -> bool | None:
+            # First: how a process has ended is seen when it is done, and not before.
+            waiting = undone()
             for process in self._processes:
                 self._check(process)
-            return None if undone() else True
+            return None if waiting else True
 
         try:
             wait_for(look, Deadline.after(timeout_secs), what, missing=undone)
