@@ -16,6 +16,8 @@ import pytest
 import restoring_jobs as jobs
 
 import mtcheckpoint as mtc
+from mtcheckpoint._clock import Deadline, wait_for
+from mtcheckpoint._shares.volume import STAGING_FOLDER
 from mtcheckpoint.testing import abstract_state, case_mesh, case_state, ram_disk, run_processes
 
 pytestmark = pytest.mark.extended
@@ -110,6 +112,9 @@ def assert_equal(state: Any, expected: Any) -> None:
 
 
 def _held(volume: Path, saves: int, manager: mtc.ReplicatedCheckpointManager) -> dict[str, float]:
+    # The step before is deleted when nobody waits any more.
+    deleted = volume / STAGING_FOLDER / "deleted"
+    wait_for(lambda: not deleted.exists() or None, Deadline.after(30.0), f"{deleted} to be gone")
     gc.collect()
     resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
     files = [path for path in volume.rglob("*") if path.is_file()]
