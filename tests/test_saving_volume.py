@@ -18,7 +18,7 @@ from played_replicator import played_replicators
 
 from mtcheckpoint._clock import Deadline, wait_for
 from mtcheckpoint._handshake import files
-from mtcheckpoint._shares.volume import KeptSteps, ReplicatedSteps, free_bytes
+from mtcheckpoint._shares.volume import STAGING_FOLDER, KeptSteps, ReplicatedSteps, free_bytes
 from mtcheckpoint.testing import NodeDirectories, ProcessGroup, run_processes
 
 pytestmark = pytest.mark.extended
@@ -226,6 +226,9 @@ def test_what_a_kill_left_between_two_renames_goes(volume_root: Path) -> None:
     _committed(steps, 10)
     steps.tidy()
     assert _names(volume_root) == ["10", "users.deleted"]
+    assert len([*volume_root.glob(f"{STAGING_FOLDER}/*/*")]) == 2
+    steps.sweep()
+    assert [*volume_root.glob(f"{STAGING_FOLDER}/*")] == []
 
 
 def test_a_step_taken_while_it_is_announced_again_is_no_fault(volume_root: Path) -> None:
@@ -238,4 +241,5 @@ def test_a_step_taken_while_it_is_announced_again_is_no_fault(volume_root: Path)
 
 
 def _names(folder: Path) -> list[Any]:
-    return sorted(path.name for path in folder.iterdir())
+    """What lies there, but for the folder of what is begun and what is deleted."""
+    return sorted(path.name for path in folder.iterdir() if path.name != STAGING_FOLDER)
