@@ -23,10 +23,6 @@ logger = logging.getLogger("mtcheckpoint.replicator")
 
 POLL_SECONDS = 0.02
 
-# At first more often: the nodes of a run mostly wait for each other only for a moment.
-_FIRST_POLL_SECONDS = 0.001
-_FIRST_SECONDS = 0.1
-
 _T = TypeVar("_T")
 
 
@@ -156,15 +152,6 @@ class Session:
 
 
 def wait_without_limit(look: Callable[[], _T | None], what: str, clock: Clock) -> _T:
-    """Looks until there is something, or `look` raises: often at first, then every 20 ms."""
-    soon = Deadline.after(_FIRST_SECONDS, clock)
-
-    def look_at_first() -> tuple[_T | None] | None:
-        found = look()
-        return (found,) if found is not None or soon.passed() else None
-
+    """Looks every 20 ms until there is something, or `look` raises."""
     forever = Deadline.after(math.inf, clock)
-    (found,) = wait_for(look_at_first, forever, what, poll_seconds=_FIRST_POLL_SECONDS)
-    if found is not None:
-        return found
     return wait_for(look, forever, what, poll_seconds=POLL_SECONDS)
