@@ -78,7 +78,7 @@ GOALS: Mapping[str, Goal] = {
     "replicator_lag_small": Goal(group=OTHERS, title="commit to copies of 1 MiB, vs Google's"),
     "save_vs_raw_tmpfs": Goal(group=LIMITS, title="save, vs plain writes", bound=0.8),
     "restore_vs_raw_tmpfs": Goal(group=LIMITS, title="restore, vs plain reads", bound=0.6),
-    "restore_other_mesh": Goal(group=LIMITS, title="restore on another mesh, vs plain reads"),
+    "restore_other_mesh": Goal(group=LIMITS, title="restore on another mesh, vs same mesh"),
     "elastic_restore": Goal(
         group=LIMITS, title="restore 4 to 2 hosts, vs same topology", bound=0.5
     ),
