@@ -26,7 +26,7 @@ from mtcheckpoint._shares.contents import ShareContents, is_unreadable
 from mtcheckpoint._shares.identity import STATE_ITEM
 from mtcheckpoint._shares.ocdbt import Stored
 from mtcheckpoint._shares.peer_stream import PeerStream
-from mtcheckpoint._shares.places import LocalPlace, PeerPlace
+from mtcheckpoint._shares.places import LocalPlace, PeerPlace, open_regular
 from mtcheckpoint._shares.seal import digest_of
 from mtcheckpoint.errors import ShareError, TierUnreadableError, WaitTimeoutError
 
@@ -305,7 +305,7 @@ class StateFiles:
         if isinstance(stored, bytes):
             yield _Bytes(stored)
         elif isinstance(share.place, LocalPlace):
-            file = os.open(share.place.path / STATE_ITEM / stored.file, os.O_RDONLY | os.O_CLOEXEC)
+            file = open_regular(share.place.path / STATE_ITEM / stored.file)
             try:
                 yield _File(file, stored.offset)
             finally:

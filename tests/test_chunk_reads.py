@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import http.server
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -133,6 +134,17 @@ def test_every_bit_is_looked_at(volume_root: Path) -> None:
         read_all(reads_of(share))
 
 
+def test_a_pipe_in_the_place_of_a_data_file_is_not_waited_for(volume_root: Path) -> None:
+    share = share_of(volume_root / "a", {"w": VALUES["w0"]})
+    stored = share.chunks["w"][0, 0]
+    assert isinstance(stored, Stored)
+    file = volume_root / "a" / "state" / stored.file
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ShareError, match="is not a file"):
+        read_all(reads_of(share))
+
+
 def test_a_chunk_of_another_size_is_refused_before_it_is_read(volume_root: Path) -> None:
     share = share_of(volume_root / "a", {"w": VALUES["w0"]})
     (read,) = reads_of(share)
@@ -211,9 +223,11 @@ def send(handler: Any, start: int, stop: int, *, only: int | None = None) -> Non
     handler.wfile.write(CONTENT[start:stop][:only])
 
 
-def received(place: PeerPlace, start: int, stop: int) -> bytes:
+def received(place: PeerPlace, start: int, stop: int, limit: Deadline | None = None) -> bytes:
     blocks = [np.empty(size, np.uint8) for size in (10, stop - start - 10)]
-    stream = PeerStream(place, "state/d/x", offset=start, length=stop - start, deadline=deadline())
+    stream = PeerStream(
+        place, "state/d/x", offset=start, length=stop - start, deadline=limit or deadline()
+    )
     with contextlib.closing(stream):
         stream.fill(blocks)
     return b"".join(block.tobytes() for block in blocks)
@@ -263,6 +277,27 @@ def test_a_peer_that_sends_too_little_for_ever() -> None:
     nothing = lambda handler, start, stop: send(handler, start, stop, only=0)  # noqa: E731
     with peer(nothing) as place, pytest.raises(OSError, match="sent less than it has to"):
         received(place, 0, 500)
+
+
+def test_a_peer_that_sends_a_byte_now_and_then_does_not_outlast_the_deadline() -> None:
+    over = threading.Event()
+
+    def answer(handler: Any, start: int, stop: int) -> None:
+        send(handler, start, stop, only=0)
+        while not over.wait(0.05):
+            try:
+                handler.wfile.write(b"x")
+            except OSError:
+                return
+
+    limit = Deadline.after(1.0)
+    with peer(answer) as place:
+        try:
+            with pytest.raises(TimeoutError, match=r"deadline|timed out"):
+                received(place, 0, 5000, limit)
+        finally:
+            over.set()
+    assert limit.remaining() > -4.0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import socket
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -41,6 +42,7 @@ class PeerStream:
         self._deadline = deadline
         self._connection: http.client.HTTPConnection | None = None
         self._answer: http.client.HTTPResponse | None = None
+        self._socket: socket.socket | None = None
         self._pauses = self._new_pauses()
 
     def fill(self, blocks: Sequence[np.ndarray[Any, Any]]) -> None:
@@ -60,13 +62,17 @@ class PeerStream:
         """Closes the connection."""
         if self._connection is not None:
             self._connection.close()
-        self._connection = self._answer = None
+        self._connection = self._answer = self._socket = None
 
     def _receive(self, view: memoryview) -> int:
         """Some of the next bytes."""
         try:
             answer = self._answer or self._ask()
-            count = answer.readinto(view)
+            # Wait by wait: a peer that sends a byte now and then must not outlast the deadline,
+            # and `readinto` would go on until all is there.
+            assert self._socket is not None
+            self._socket.settimeout(self._limit_seconds())
+            count = answer.readinto1(view)
         except (http.client.HTTPException, ConnectionError) as error:
             self._pause(error)
             return 0
@@ -75,11 +81,11 @@ class PeerStream:
         return count
 
     def _ask(self) -> http.client.HTTPResponse:
-        seconds = min(self._place.timeout_secs, max(self._deadline.remaining(), 0.001))
-        self._connection = http.client.HTTPConnection(self._address, timeout=seconds)
+        self._connection = http.client.HTTPConnection(self._address, timeout=self._limit_seconds())
         wanted = f"bytes={self._offset}-{self._end - 1}"
         headers = {"Authorization": f"Bearer {self._place.token}", "Range": wanted}
         self._connection.request("GET", self._path, headers=headers)
+        self._socket = self._connection.sock
         answer = self._connection.getresponse()
         if answer.status >= 500 or answer.status == 429:
             raise http.client.HTTPException(f"the peer answered {answer.status}")
@@ -87,6 +93,12 @@ class PeerStream:
             raise OSError(f"the peer answered {answer.status} with {answer.length} bytes")
         self._answer = answer
         return answer
+
+    def _limit_seconds(self) -> float:
+        """For the next wait."""
+        if self._deadline.passed():
+            raise TimeoutError("the deadline passed before the peer had sent everything")
+        return min(self._place.timeout_secs, self._deadline.remaining())
 
     def _pause(self, error: Exception) -> None:
         """Waits before the next attempt; raises the error when there is none left."""

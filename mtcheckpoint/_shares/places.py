@@ -25,6 +25,7 @@ __all__ = [
     "Tier",
     "check_small",
     "farthest",
+    "open_regular",
     "read_small_file",
 ]
 
@@ -54,6 +55,21 @@ def check_small(size_bytes: int, file: str, place: str) -> None:
         )
 
 
+def open_regular(path: Path) -> int:
+    """Opens a regular file to read, without waiting for anything; returns its descriptor.
+
+    Raises:
+        OSError: it is not there, or cannot be opened.
+        ShareError: it is a folder, a pipe or the like.
+    """
+    # Without O_NONBLOCK, opening a pipe waits for somebody to write to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ShareError(f"{path} is not a file", place=str(path.parent))
+    return descriptor
+
+
 def read_small_file(path: Path, *, limit_bytes: int = SMALL_FILE_BYTES) -> bytes:
     """A whole regular file, without waiting for anything and without reading beyond a limit.
 
@@ -61,11 +77,8 @@ def read_small_file(path: Path, *, limit_bytes: int = SMALL_FILE_BYTES) -> bytes
         OSError: it is not there, or cannot be read.
         ShareError: it is a folder, a pipe or the like, or larger than the limit.
     """
-    # Without O_NONBLOCK, opening a pipe waits for somebody to write to it.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = open_regular(path)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ShareError(f"{path} is not a file", place=str(path.parent))
         with open(descriptor, "rb", closefd=False) as file:
             content = file.read(limit_bytes + 1)
     finally:
