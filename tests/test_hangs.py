@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import os
 import re
 import socket
 import subprocess
@@ -21,6 +20,7 @@ import gcsfs  # noqa: F401 - takes longer than the limits here, and no limit is 
 import hangs_job
 import jax
 import jax.numpy as jnp
+import programs
 import pytest
 import tensorstore as ts
 from elastic_jobs import JOB, Run, lay_out, mesh_of, restore_alone, target_of
@@ -306,25 +306,13 @@ def jobs(bucket: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
 
 
 def start(words: list[Any], url: str, output: Path) -> tuple[subprocess.Popen[bytes], Path]:
-    with open(output, "wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, hangs_job.__file__, *map(str, words)],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={
-                **os.environ,
-                **environment_of(url),
-                "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-                "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-            },
-        )
-    return process, output
+    return programs.start(hangs_job.__file__, words, output, environment_of(url)), output
 
 
 @pytest.mark.parametrize("what", ENDS)
 def test_the_processes_end_with_an_error(jobs: dict[str, Any], what: str) -> None:
     for process, output in jobs[what]:
-        code = process.wait(timeout=120 + 6 * hangs_job.LIMIT_SECONDS)
+        code = process.wait(timeout=120 + 6 * programs.LIMIT_SECONDS)
         said = output.read_text()
         assert code == 1, said
         assert "begun" in said and "came back" not in said

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import ast
-import os
 import random
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import programs
 import pytest
 import waits_job
 from replicator_cluster import eventually
@@ -27,7 +25,7 @@ pytestmark = pytest.mark.extended
 PACKAGE = Path(__file__).parents[1] / "mtcheckpoint"
 
 # Every wait of a frozen job may run into its limit, and the store's too; the machine may be busy.
-LIMIT_SECONDS = 8 * waits_job.LIMIT_SECONDS + 2 * _ANSWER_SECONDS + 30.0
+LIMIT_SECONDS = 8 * programs.LIMIT_SECONDS + 2 * _ANSWER_SECONDS + 30.0
 CASES = [(phase, frozen) for phase in ("save", "restore", "decision") for frozen in (0, 1)]
 
 
@@ -39,21 +37,11 @@ class FrozenJob:
         self.frozen = frozen
         self._outputs = [folder / f"output-{rank}" for rank in range(2)]
         port = _free_port()
-        self._processes = []
-        for rank, output in enumerate(self._outputs):
-            words = [rank, folder, port, phase, frozen]
-            with open(output, "wb") as file:
-                process = subprocess.Popen(
-                    [sys.executable, waits_job.__file__, *map(str, words)],
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    env={
-                        **os.environ,
-                        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-                        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-                    },
-                )
-            self._processes.append(process)
+        words = [folder, port, phase, frozen]
+        self._processes = [
+            programs.start(waits_job.__file__, [rank, *words], output)
+            for rank, output in enumerate(self._outputs)
+        ]
         self.begun = 0.0
 
     def wait_until_frozen(self) -> None:

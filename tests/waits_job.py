@@ -8,31 +8,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from pathlib import Path
 
-import jax
+from programs import begin
 
 import mtcheckpoint as mtc
-from mtcheckpoint.testing import abstract_state, case_mesh, case_state
-
-LIMIT_SECONDS = 2
+from mtcheckpoint.testing import abstract_state, case_state
 
 
 def main(rank: int, root: str, port: str, phase: str, frozen: int) -> None:
-    jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, cluster_detection_method="deactivate")
-    volume = Path(root) / f"node-{rank}"
-    volume.mkdir()
-    config = mtc.CheckpointConfig(
-        enable_multi_tier_checkpointing=True,
-        enable_replicator=False,
-        max_num_checkpoints_to_keep=2,
-        multi_tier_checkpointing_backup_interval_minutes=30,
-        local_checkpoint_directory=str(volume),
-        enable_continuous_checkpointing=True,
-        run_name="job-a",
-        timeout_secs=LIMIT_SECONDS,
-    )
-    mesh = case_mesh(2, 2)
+    config, mesh = begin(rank, root, port)
     with mtc.ReplicatedCheckpointManager(config, mesh=mesh) as manager:
         manager.save(0, case_state(mesh, 0), force=True)
         manager.wait_until_finished()
