@@ -32,6 +32,7 @@ from mtcheckpoint._restore import (
     LeafPlan,
     box_of,
     box_shape,
+    chunk_key,
     chunks_touching,
     plan_leaf,
 )
@@ -66,14 +67,13 @@ class ReadPlan:
     Attributes:
         target: what is brought back.
         shares: in order of preference.
-        boxes: the distinct parts to read of each leaf, in the target's order, and the devices that
-            each part goes to.
+        boxes: the distinct parts to read of each leaf, in the target's order.
         leaves: the sources of each leaf, in the target's order.
     """
 
     target: Target
     shares: tuple[ShareContents, ...]
-    boxes: tuple[Mapping[Box, list[jax.Device | None]], ...]
+    boxes: tuple[tuple[Box, ...], ...]
     leaves: tuple[LeafPlan, ...]
 
     @property
@@ -101,12 +101,8 @@ def plan_reads(target: Target, shares: Sequence[ShareContents]) -> ReadPlan:
     )
 
 
-def _distinct(leaf: TargetLeaf) -> dict[Box, list[jax.Device | None]]:
-    parts: dict[Box, list[jax.Device | None]] = {}
-    if leaf.make != "string":
-        for device, box in leaf.boxes().items():
-            parts.setdefault(box, []).append(device)
-    return parts
+def _distinct(leaf: TargetLeaf) -> tuple[Box, ...]:
+    return () if leaf.make == "string" else tuple(dict.fromkeys(leaf.boxes().values()))
 
 
 def _plan_of(leaf: TargetLeaf, parts: Any, shares: Sequence[ShareContents]) -> LeafPlan:
@@ -302,7 +298,7 @@ def _spec(leaf: TargetLeaf, plan: LeafPlan, shares: Sequence[ShareContents]) -> 
     layers: list[dict[str, Any]] = [{"base": state_kvstore(shares[base].place, folder)}]
     for chunk, share in plan.sources.items():
         if share != base:
-            key = "/".join(["c", *map(str, chunk)])
+            key = chunk_key(chunk)
             layers.append({"base": state_kvstore(shares[share].place, folder + key), "exact": key})
     kvstore = layers[0]["base"] if len(layers) == 1 else {"driver": "kvstack", "layers": layers}
     # Without the last line a chunk that is not there reads as zeros.

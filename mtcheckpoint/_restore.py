@@ -12,6 +12,7 @@ __all__ = [
     "LeafPlan",
     "box_of",
     "box_shape",
+    "chunk_key",
     "chunks_touching",
     "plan_leaf",
 ]
@@ -53,6 +54,11 @@ def chunks_touching(box: Box, chunk_shape: Sequence[int]) -> Iterator[Chunk]:
         for (start, stop), size in zip(box, chunk_shape, strict=True)
     ]
     return itertools.product(*ranges)
+
+
+def chunk_key(chunk: Chunk) -> str:
+    """The key of a chunk in its array, as zarr spells it."""
+    return "/".join(["c", *map(str, chunk)])
 
 
 def plan_leaf(

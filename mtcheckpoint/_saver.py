@@ -253,7 +253,7 @@ class Saver:
         except Exception as error:
             self._undo(request.step)
             self._failed.append(request.step)
-            traceback.clear_frames(error.__traceback__)  # they hold the snapshot
+            _let_go_of_the_snapshot(error)
             self._errors.append(self._translated(request.step, error))
             _events.happened("save/failed", step=request.step, error=type(error).__name__)
             self._finished(request.step)
@@ -380,8 +380,6 @@ class Saver:
         seal = dataclasses.replace(share.seal, ranks=tuple(ranks))
         _write_over(share.path / SEAL_FILE, seal_to_json(seal))
         self._steps.commit(share.path, step, share.size_bytes)
-        if self._writer is not None:
-            self._writer.forget()
         # Before the others are told: when a save is over on process 0, it knows so of all.
         self._finished(step)
 
@@ -423,6 +421,13 @@ class Saver:
         )
         translated.__cause__ = error
         return translated
+
+
+def _let_go_of_the_snapshot(error: BaseException | None) -> None:
+    """Until the error is taken nothing of the save may stay: the frames it went through hold it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _is_full(error: Exception) -> bool:

@@ -90,9 +90,6 @@ class WriterWith:
         pause((time.monotonic() - begun) * (slower - 1) if slower > 1 else 0.0)
         return share
 
-    def forget(self) -> None:
-        self._writer.forget()
-
     def close(self) -> None:
         self._writer.close()
 

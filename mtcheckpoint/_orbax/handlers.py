@@ -22,19 +22,23 @@ from mtcheckpoint._host_array import HostArray
 __all__ = ["registry", "shardings_to_json"]
 
 
-class _Array(type_handlers.ArrayHandler):  # type: ignore[misc]
+class _WrittenByUs:
+    """Of a type handler: Orbax is told of the leaf, and asked to write nothing."""
+
     async def serialize(self, values: Any, infos: Any, args: Any = None) -> Sequence[Any]:
         return []
 
 
-class _Numpy(type_handlers.NumpyHandler):  # type: ignore[misc]
-    async def serialize(self, values: Any, infos: Any, args: Any = None) -> Sequence[Any]:
-        return []
+class _Array(_WrittenByUs, type_handlers.ArrayHandler):  # type: ignore[misc]
+    pass
 
 
-class _Scalar(type_handlers.ScalarHandler):  # type: ignore[misc]
-    async def serialize(self, values: Any, infos: Any, args: Any = None) -> Sequence[Any]:
-        return []
+class _Numpy(_WrittenByUs, type_handlers.NumpyHandler):  # type: ignore[misc]
+    pass
+
+
+class _Scalar(_WrittenByUs, type_handlers.ScalarHandler):  # type: ignore[misc]
+    pass
 
 
 class _String(type_handlers.StringHandler):  # type: ignore[misc]

@@ -109,6 +109,7 @@ class ShareWriter:
     def _write_tree(
         self, step: int, tree: Any, custom_metadata: Mapping[str, Any] | None = None
     ) -> None:
+        self._manager.reload()  # what it wrote before was moved away
         self._manager.save(
             step,
             args=ocp.args.Composite(
@@ -127,10 +128,6 @@ class ShareWriter:
             known = {n: a.sharding for n, a in arrays.items() if a.sharding is not None}
             text = handlers.shardings_to_json(known)
             (share / STATE_ITEM / "_sharding").write_text(text, encoding="utf-8")
-
-    def forget(self) -> None:
-        """Makes the manager look at its folder anew, after a share was moved out of it."""
-        self._manager.reload()
 
     def close(self) -> None:
         self._manager.close()
@@ -206,10 +203,7 @@ class _Template:
 def _kind_of(tree: Any, custom_metadata: Mapping[str, Any] | None) -> Any:
     """All of a tree that Orbax's files tell of."""
     leaves, structure = jax.tree_util.tree_flatten(tree)
-    told = [
-        leaf if isinstance(leaf, str) else (type(leaf), getattr(leaf, "sharding", None))
-        for leaf in leaves
-    ]
+    told = [leaf if isinstance(leaf, str) else type(leaf) for leaf in leaves]
     return structure, told, copy.deepcopy(custom_metadata)
 
 

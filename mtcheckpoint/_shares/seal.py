@@ -19,7 +19,7 @@ import xxhash
 
 from mtcheckpoint._restore import Chunk
 from mtcheckpoint._shares.identity import OWN_FOLDER
-from mtcheckpoint._shares.writing import WrittenArrays
+from mtcheckpoint._shares.writing import DATA_FOLDER, WrittenArrays
 from mtcheckpoint.errors import ShareError
 
 __all__ = [
@@ -47,7 +47,8 @@ _LIMIT_BYTES = 1 << 28
 _TOO_MUCH = (RecursionError, OverflowError)
 
 # Below these folders lie the stored chunks; they are sealed one by one, and here by size.
-_DATA_FOLDER, _PROCESS_FOLDER = "d", "ocdbt.process_"
+# Orbax's own shares have one of the latter for each process.
+_PROCESS_FOLDER = "ocdbt.process_"
 
 
 # A checksum of which parts a rank holds, and one of what these are. Twins, which hold the same part
@@ -155,7 +156,7 @@ def _files(share: Path) -> Iterator[str]:
 
 def _sealed_file(share: Path, name: str) -> tuple[int, str | None]:
     folders = PurePosixPath(name).parts[:-1]
-    if any(part == _DATA_FOLDER or part.startswith(_PROCESS_FOLDER) for part in folders):
+    if any(part == DATA_FOLDER or part.startswith(_PROCESS_FOLDER) for part in folders):
         return (share / name).stat().st_size, None
     content = (share / name).read_bytes()
     return len(content), digest_of(content)

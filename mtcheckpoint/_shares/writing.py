@@ -25,7 +25,7 @@ import tensorstore as ts
 import xxhash
 
 from mtcheckpoint._host_array import HostArray
-from mtcheckpoint._restore import Chunk, chunks_touching
+from mtcheckpoint._restore import Chunk, chunk_key, chunks_touching
 from mtcheckpoint._shares.ocdbt import MANIFEST_FILE, Stored, index_files
 
 __all__ = ["DATA_FOLDER", "WrittenArrays", "write_arrays"]
@@ -296,7 +296,7 @@ def _write_index(
         f"{name}/{_METADATA_KEY}": text for name, text in metadata.items()
     }
     for one in written:
-        values[f"{one.name}/" + "/".join(["c", *map(str, one.chunk)])] = one.stored
+        values[f"{one.name}/{chunk_key(one.chunk)}"] = one.stored
     made = index_files(
         values,
         node_file=f"{DATA_FOLDER}/{uuid.uuid4().hex}",
