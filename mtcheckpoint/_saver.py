@@ -33,15 +33,8 @@ from mtcheckpoint._shares.identity import (
     identity_to_json,
     new_save_id,
 )
-from mtcheckpoint._shares.seal import (
-    SEAL_FILE,
-    Seal,
-    Summary,
-    seal_share,
-    seal_to_json,
-    summary_of,
-)
-from mtcheckpoint._shares.shardings import SHARDINGS_FILE, shardings_to_json
+from mtcheckpoint._shares.seal import SEAL_FILE, Summary
+from mtcheckpoint._shares.sealing import NO_SUMMARY, OpenSeal, sealed_files
 from mtcheckpoint._shares.volume import STAGING_FOLDER, CommittedSteps, size_bytes
 from mtcheckpoint._snapshot import Snapshot
 from mtcheckpoint.errors import (
@@ -90,7 +83,7 @@ class _Sealed:
     """A share that is written and waits for its commit."""
 
     path: Path
-    seal: Seal
+    seal: OpenSeal
     size_bytes: int
 
 
@@ -275,7 +268,7 @@ class Saver:
         return share.size_bytes
 
     def _summary(self, share: _Sealed) -> tuple[int, Summary]:
-        return self._identity.node_rank, summary_of(share.seal.chunks)
+        return self._identity.node_rank, share.seal.summary
 
     def _together(
         self, what: str, attempt: Callable[[], _T], tell: Callable[[_T], Any] = lambda _: None
@@ -358,7 +351,12 @@ class Saver:
         if self._writer is None:
             self._writer = self._open_writer(self._staging)
         self._staging.mkdir(exist_ok=True)
-        written = self._writer.write(request.step, request.snapshot.tree, request.custom_metadata)
+        written = self._writer.write(
+            request.step,
+            request.snapshot.tree,
+            request.custom_metadata,
+            open_file=self._steps.spares.open,
+        )
         share = written.path
         identity = dataclasses.replace(
             self._identity,
@@ -368,17 +366,19 @@ class Saver:
         )
         _write_text(share / IDENTITY_FILE, identity_to_json(identity))
         _write_text(share / EXTRAS_FILE, json.dumps(list(save.extras)))
-        _write_text(share / SHARDINGS_FILE, shardings_to_json(request.snapshot.tree))
-        seal = seal_share(share, written.arrays, step=request.step, save_id=save.save_id)
+        seal = written.seal_form.seal(
+            written.checksums,
+            step=request.step,
+            save_id=save.save_id,
+            files=sealed_files(share),
+        )
         # As large as it will be: what is added when all have written finds its place.
-        unknown = (summary_of({}),) * self._identity.nodes
-        _write_text(share / SEAL_FILE, seal_to_json(dataclasses.replace(seal, ranks=unknown)))
+        _write_text(share / SEAL_FILE, seal.text((NO_SUMMARY,) * self._identity.nodes))
         return _Sealed(path=share, seal=seal, size_bytes=size_bytes(share))
 
     def _commit(self, share: _Sealed, step: int, ranks: Sequence[Summary]) -> None:
         self._hold_first_commit()
-        seal = dataclasses.replace(share.seal, ranks=tuple(ranks))
-        _write_over(share.path / SEAL_FILE, seal_to_json(seal))
+        _write_over(share.path / SEAL_FILE, share.seal.text(ranks))
         self._steps.commit(share.path, step, share.size_bytes)
         # Before the others are told: when a save is over on process 0, it knows so of all.
         self._finished(step)

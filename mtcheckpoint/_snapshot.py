@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mtcheckpoint._host_array import HostArray
+from mtcheckpoint._host_array import ArrayForm, HostArray
 from mtcheckpoint._restore import Box, box_of
 from mtcheckpoint._trees import flatten_named
 
@@ -56,9 +56,12 @@ def take_snapshot(tree: Any, mesh: jax.sharding.Mesh) -> Snapshot:
 
     Raises:
         TypeError: a leaf is of another type.
-        ValueError: an array was donated or deleted already, or has no elements.
+        ValueError: an array was donated or deleted already, or has no elements; or there are no
+            leaves at all.
     """
     named, structure = flatten_named(tree)
+    if not named:
+        raise ValueError("the state has no leaves: there is nothing to save")
     for name, leaf in named.items():
         _check_leaf(name, leaf)
     arrays = [leaf for leaf in named.values() if isinstance(leaf, jax.Array)]
@@ -75,47 +78,55 @@ def take_snapshot(tree: Any, mesh: jax.sharding.Mesh) -> Snapshot:
 
 
 def _check_leaf(name: str, leaf: Any) -> None:
-    if isinstance(leaf, jax.Array) and leaf.is_deleted():
-        raise ValueError(
-            f"leaf {name!r} was donated or deleted before the save: save the state that the step"
-            " returned, not the one that went into it"
-        )
-    if not isinstance(leaf, (jax.Array, *_HOST_TYPES)):
+    if isinstance(leaf, jax.Array):
+        if leaf.is_deleted():
+            raise ValueError(
+                f"leaf {name!r} was donated or deleted before the save: save the state that the"
+                " step returned, not the one that went into it"
+            )
+        _check_elements(name, leaf.shape, leaf.dtype)
+    elif not isinstance(leaf, _HOST_TYPES):
         raise TypeError(
             f"leaf {name!r} is of type {type(leaf).__name__}: a state holds jax.Array, numpy"
             " arrays, numbers and strings. Put other things into `extras`"
         )
-    if isinstance(leaf, jax.Array | np.ndarray | np.generic):
-        _check_array(name, leaf)
+    elif isinstance(leaf, np.ndarray | np.generic) and not isinstance(leaf, str):
+        _check_elements(name, leaf.shape, leaf.dtype)
     elif isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
         raise ValueError(f"leaf {name!r} is {leaf}: integers beyond 64 bits are not saved")
 
 
-def _check_array(name: str, array: Any) -> None:
-    if array.size == 0:
+def _check_elements(name: str, shape: tuple[int, ...], dtype: Any) -> None:
+    if 0 in shape:
         raise ValueError(
-            f"leaf {name!r} has the shape {array.shape}: arrays without elements are not saved."
+            f"leaf {name!r} has the shape {shape}: arrays without elements are not saved."
             " Leave it out of the state, or make it None"
         )
-    is_key = isinstance(array, jax.Array) and _is_key(array)
-    if not is_key and not isinstance(array, np.str_) and not _is_storable(array.dtype.name):
+    if not _is_storable(dtype):
         raise TypeError(
-            f"leaf {name!r} has elements of type {array.dtype}, which TensorStore does not store."
+            f"leaf {name!r} has elements of type {dtype}, which TensorStore does not store."
             " Convert it, or put it into `extras`"
         )
 
 
-@functools.cache
-def _is_storable(dtype: str) -> bool:
+@functools.lru_cache(maxsize=256)
+def _is_storable(dtype: Any) -> bool:
+    if _is_key_type(dtype):
+        return True
     try:
-        ts.dtype(dtype)
+        ts.dtype(dtype.name)
     except (TypeError, ValueError):
         return False
     return True
 
 
 def _is_key(leaf: jax.Array) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+    return _is_key_type(leaf.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _is_key_type(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def _kind(leaf: Any) -> str | None:
@@ -123,20 +134,20 @@ def _kind(leaf: Any) -> str | None:
         return f"key:{jax.random.key_impl(leaf)}" if _is_key(leaf) else None
     if isinstance(leaf, np.ndarray):
         return "numpy"
+    if isinstance(leaf, str):
+        return "str"
     if isinstance(leaf, np.generic):
         return "numpy_scalar"
     return type(leaf).__name__
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Found:
-    """What this process holds of an array, where it lies now."""
+class _Kind:
+    """What is known of all arrays of one shape, type and sharding."""
 
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    sharding: jax.sharding.Sharding
-    pieces: Mapping[Box, jax.Array]
-    at_rest: bool
+    form: ArrayForm
+    # Of each box, which of the array's shards has it.
+    positions: tuple[int, ...]
 
 
 def _to_host(arrays: Sequence[jax.Array], mesh: jax.sharding.Mesh) -> list[HostArray]:
@@ -148,47 +159,41 @@ def _to_host(arrays: Sequence[jax.Array], mesh: jax.sharding.Mesh) -> list[HostA
     of several processes goes through a computation in older versions of JAX, which waits for what
     is queued on the devices.
     """
-    found = [_find(array, mesh) for array in arrays]
-    moving = [piece for one in found if not one.at_rest for piece in one.pieces.values()]
-    copies = iter(_copy(moving))
-    return [
-        HostArray(
-            shape=one.shape,
-            dtype=one.dtype,
-            sharding=one.sharding,
-            pieces={
-                box: np.asarray(piece) if one.at_rest else next(copies)
-                for box, piece in one.pieces.items()
-            },
-        )
-        for one in found
-    ]
+    held: list[tuple[ArrayForm, list[Any]]] = []
+    moving: list[tuple[list[Any], int]] = []
+    for array in arrays:
+        data: Any = jax.random.key_data(array) if _is_key(array) else array
+        kind = _kind_of(data.shape, data.dtype, data.sharding, mesh)
+        pieces = [data.addressable_data(position) for position in kind.positions]
+        if _is_host_memory(data.sharding) and data.is_ready():
+            pieces = [np.asarray(piece) for piece in pieces]
+        else:
+            moving += [(pieces, index) for index in range(len(pieces))]
+        held.append((kind.form, pieces))
+    copies = _copy([pieces[index] for pieces, index in moving])
+    for (pieces, index), copy in zip(moving, copies, strict=True):
+        pieces[index] = copy
+    return [HostArray(form, pieces) for form, pieces in held]
 
 
-def _find(array: jax.Array, mesh: jax.sharding.Mesh) -> _Found:
-    data: Any = jax.random.key_data(array) if _is_key(array) else array
-    places = _places(data.sharding, data.shape)
-    return _Found(
-        shape=data.shape,
-        dtype=data.dtype,
-        # An array that this process has for itself, among several, is one that all have alike.
-        sharding=NamedSharding(mesh, PartitionSpec()) if _is_own(data) else data.sharding,
-        pieces={box: data.addressable_data(position) for box, position in places},
-        at_rest=_is_host_memory(data.sharding) and data.is_ready(),
-    )
-
-
-def _is_own(array: jax.Array) -> bool:
-    return jax.process_count() > 1 and array.is_fully_addressable
-
-
-@functools.lru_cache(maxsize=1024)
-def _places(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[tuple[Box, int], ...]:
-    """The distinct parts that this process holds, and which of its shards has each."""
+@functools.lru_cache(maxsize=4096)
+def _kind_of(
+    shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding, mesh: jax.sharding.Mesh
+) -> _Kind:
     places: dict[Box, int] = {}
     for position, index in enumerate(sharding.addressable_devices_indices_map(shape).values()):
         places.setdefault(box_of(index or (), shape), position)
-    return tuple(places.items())
+    # An array that this process has for itself, among several, is one that all have alike.
+    is_own = jax.process_count() > 1 and sharding.is_fully_addressable
+    return _Kind(
+        form=ArrayForm(
+            shape=shape,
+            dtype=np.dtype(dtype),
+            sharding=NamedSharding(mesh, PartitionSpec()) if is_own else sharding,
+            boxes=tuple(places),
+        ),
+        positions=tuple(places.values()),
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -234,6 +239,8 @@ def _copy_on_device(arrays: list[jax.Array]) -> list[jax.Array]:
 def _copy_plain(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
         return leaf.copy()
+    if isinstance(leaf, str):
+        return str(leaf)
     if isinstance(leaf, np.generic):
         return np.asarray(leaf)
     return leaf

@@ -83,10 +83,10 @@ class WriterWith:
         self._before = before
         self._staging = writer._staging
 
-    def write(self, step: int, tree: Any, custom_metadata: Any = None) -> Path:
+    def write(self, step: int, tree: Any, *arguments: Any, **options: Any) -> Any:
         slower = self._before(step, self._staging)
         begun = time.monotonic()
-        share = self._writer.write(step, tree, custom_metadata)
+        share = self._writer.write(step, tree, *arguments, **options)
         pause((time.monotonic() - begun) * (slower - 1) if slower > 1 else 0.0)
         return share
 

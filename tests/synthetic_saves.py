@@ -14,7 +14,8 @@ import numpy as np
 import tensorstore as ts
 
 from mtcheckpoint._shares.identity import EXTRAS_FILE, IDENTITY_FILE, Identity, identity_to_json
-from mtcheckpoint._shares.seal import SEAL_FILE, Seal, digest_of, seal_to_json
+from mtcheckpoint._shares.seal import SEAL_FILE, digest_of
+from mtcheckpoint._shares.sealing import SealForm, sealed_files
 
 Spec = tuple[tuple[str, ...], ...]  # mesh axes of each dimension
 
@@ -136,33 +137,28 @@ class SyntheticSave:
         (share / "state" / "_sharding").write_text(json.dumps(dict(self._shardings())))
 
     def _write_seal(self, share: Path, rank: int) -> None:
-        names = [path.relative_to(share).as_posix() for path in share.rglob("*") if path.is_file()]
-        seal = Seal(
+        leaves = {
+            name: (value.shape, value.dtype.name, self.chunk_shape(name))
+            for name, value in self.values.items()
+        }
+        sealed = [(name, *one) for name in self.values for one in self._sealed(name, rank)]
+        form = SealForm(leaves, [(name, chunk, size) for name, chunk, size, _ in sealed])
+        seal = form.seal(
+            [checksum for *_, checksum in sealed],
             step=self.step,
             save_id=self.save_id,
-            leaves={
-                name: (value.shape, value.dtype.name, self.chunk_shape(name))
-                for name, value in self.values.items()
-            },
-            chunks={name: dict(self._sealed(name, rank)) for name in self.values},
-            files={
-                name: (
-                    (share / name).stat().st_size,
-                    None if "/d/" in name else digest_of((share / name).read_bytes()),
-                )
-                for name in names
-            },
+            files=sealed_files(share),
         )
-        (share / SEAL_FILE).write_text(seal_to_json(seal))
+        (share / SEAL_FILE).write_text(seal.text(()))
 
-    def _sealed(self, name: str, rank: int) -> Iterator[tuple[tuple[int, ...], tuple[int, str]]]:
+    def _sealed(self, name: str, rank: int) -> Iterator[tuple[tuple[int, ...], int, str]]:
         for chunk, ranks in self.holders(name).items():
             if rank in ranks:
                 shape = self.chunk_shape(name)
                 part = self.values[name][
                     tuple(slice(i * n, (i + 1) * n) for i, n in zip(chunk, shape, strict=True))
                 ]
-                yield chunk, (part.nbytes, digest_of(part))
+                yield chunk, part.nbytes, digest_of(part)
 
     def _tree(self) -> dict[str, Any]:
         return {

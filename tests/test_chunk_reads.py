@@ -22,10 +22,11 @@ from mtcheckpoint._host_array import HostArray
 from mtcheckpoint._shares import ocdbt
 from mtcheckpoint._shares.array_index import read_index
 from mtcheckpoint._shares.contents import Leaf, ShareContents
-from mtcheckpoint._shares.ocdbt import Stored, index_files
+from mtcheckpoint._shares.ocdbt import MANIFEST_FILE, Stored, index_of
 from mtcheckpoint._shares.peer_stream import PeerStream
 from mtcheckpoint._shares.places import LocalPlace, PeerPlace
 from mtcheckpoint._shares.seal import Seal
+from mtcheckpoint._shares.write_plan import plan_writes
 from mtcheckpoint._shares.writing import write_arrays
 from mtcheckpoint.errors import ShareError
 
@@ -41,9 +42,11 @@ def share_of(root: Path, values: dict[str, np.ndarray] = VALUES) -> ShareContent
     """A share with these arrays, one chunk each, sealed."""
     (root / "state").mkdir(parents=True)
     arrays = {name: HostArray.of(value) for name, value in values.items()}
-    written = write_arrays(root / "state", arrays, threads=1, file_bytes=1 << 30)
+    forms = {name: array.form for name, array in arrays.items()}
+    plan = plan_writes(forms, threads=1, file_bytes=1 << 30)
+    written = write_arrays(root / "state", plan, arrays)
     index = read_index(LocalPlace(root), CONTEXT, deadline())
-    seal = Seal(step=1, save_id="a", leaves=written.leaves, chunks=written.chunks, files={})
+    seal = Seal(step=1, save_id="a", leaves=plan.leaves, chunks=written.chunks, files={})
     leaves = {
         name: Leaf(
             name=name, path=(name,), value_type="jax.Array", kind=None, shape=v.shape, is_plain=True
@@ -165,14 +168,13 @@ def test_a_chunk_that_lies_in_the_index(volume_root: Path) -> None:
 def test_an_index_that_points_out_of_its_share(file: str, volume_root: Path) -> None:
     state = volume_root / "share" / "state"
     (state / "d").mkdir(parents=True)
-    made = index_files(
+    made = index_of(
         {"w/zarr.json": b"{}", "w/c/0": Stored(file=file, offset=0, length=4)},
         node_file="d/index",
         database_id="0" * 32,
-        commit_time_ns=1,
     )
-    for name, content in made.items():
-        (state / name).write_bytes(content)
+    (state / made.node_file).write_bytes(made.nodes)
+    (state / MANIFEST_FILE).write_bytes(made.manifest(1))
     with pytest.raises(ValueError, match=r"points out of it|[Ii]nvalid|contains"):
         read_index(LocalPlace(volume_root / "share"), CONTEXT, deadline())
 

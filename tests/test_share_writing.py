@@ -13,10 +13,11 @@ import pytest
 import tensorstore as ts
 import xxhash
 
-from mtcheckpoint._host_array import HostArray
-from mtcheckpoint._shares import ocdbt, writing
-from mtcheckpoint._shares.ocdbt import Stored, index_files
-from mtcheckpoint._shares.writing import write_arrays
+from mtcheckpoint._host_array import ArrayForm, HostArray
+from mtcheckpoint._shares import ocdbt, write_plan, writing
+from mtcheckpoint._shares.ocdbt import MANIFEST_FILE, Stored, index_of
+from mtcheckpoint._shares.write_plan import plan_writes
+from mtcheckpoint._shares.writing import WrittenArrays, write_arrays
 from mtcheckpoint._snapshot import _is_storable
 
 TYPES = [
@@ -31,9 +32,11 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name, None) or name)
 
 
-def written(folder: Path, arrays: dict[str, HostArray], **options: Any) -> writing.WrittenArrays:
+def written(folder: Path, arrays: dict[str, HostArray], **options: Any) -> WrittenArrays:
     folder.mkdir()
-    return write_arrays(folder, arrays, **{"threads": 1, "file_bytes": 1 << 30, **options})
+    forms = {name: array.form for name, array in arrays.items()}
+    plan = plan_writes(forms, **{"threads": 1, "file_bytes": 1 << 30, **options})
+    return write_arrays(folder, plan, arrays)
 
 
 def array_in(folder: Path, name: str) -> np.ndarray:
@@ -52,12 +55,13 @@ def cut(whole: np.ndarray, parts: tuple[int, ...]) -> HostArray:
             for at, size, extent in zip(position, sizes, whole.shape, strict=True)
         )
         pieces[box] = whole[tuple(slice(*ends) for ends in box)]
-    return HostArray(shape=whole.shape, dtype=whole.dtype, sharding=None, pieces=pieces)
+    form = ArrayForm(shape=whole.shape, dtype=whole.dtype, sharding=None, boxes=tuple(pieces))
+    return HostArray(form, list(pieces.values()))
 
 
 @pytest.mark.parametrize("name", TYPES)
 def test_every_element_type_is_stored_as_tensorstore_does(name: str, volume_root: Path) -> None:
-    assert _is_storable(name)
+    assert _is_storable(dtype_of(name))
     values = np.random.default_rng(1).integers(0, 2, (6, 4)).astype(dtype_of(name))
     found = written(volume_root / "a", {"x": cut(values, (2, 1))})
     read = array_in(volume_root / "a", "x")
@@ -74,9 +78,9 @@ def test_every_element_type_is_stored_as_tensorstore_does(name: str, volume_root
 @hypothesis.settings(max_examples=150, deadline=None)
 def test_any_shape_in_any_pieces(shape: Any, data: Any, limit: int, threads: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "_CHUNK_BYTES", limit)
+        patch.setattr(write_plan, "_CHUNK_BYTES", limit)
         patch.setattr(writing, "_BLOCK_BYTES", 16)
-        patch.setattr(writing, "_BYTES_PER_THREAD", 16)
+        patch.setattr(write_plan, "_BYTES_PER_THREAD", 16)
         # Pieces of one size, but for the last: XLA has them so.
         parts = tuple(data.draw(st.sampled_from(_ways(extent))) for extent in shape)
         values = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
@@ -87,7 +91,7 @@ def test_any_shape_in_any_pieces(shape: Any, data: Any, limit: int, threads: int
             found = written(root / "x", arrays, threads=threads, file_bytes=50)
             assert np.array_equal(array_in(root / "x", "b/c"), values)
             assert array_in(root / "x", "a") == 3
-            _, _, chunk_shape = found.leaves["b/c"]
+            _, _, chunk_shape = found.plan.leaves["b/c"]
             for chunk, (size, checksum) in found.chunks["b/c"].items():
                 part = values[
                     tuple(
@@ -108,7 +112,7 @@ def test_chunks_lie_in_one_stretch_and_within_the_limit() -> None:
     for _ in range(300):
         piece = tuple(int(n) for n in rng.integers(1, 40, rng.integers(0, 5)))
         limit = int(rng.integers(1, 2000))
-        shape = writing._chunk_shape(piece, 4, limit)
+        shape = write_plan._chunk_shape(piece, 4, limit)
         assert all(size % part == 0 for size, part in zip(piece, shape, strict=True))
         assert np.prod(shape, dtype=int) * 4 <= max(limit, 4)
         view = np.zeros(piece, np.int32)[tuple(slice(n) for n in shape)]
@@ -129,9 +133,9 @@ def test_an_index_of_several_nodes(volume_root: Path, monkeypatch: pytest.Monkey
     values |= {
         f"leaf{i}/c/0": Stored(file="d/data", offset=i % 200, length=i % 50) for i in range(300)
     }
-    made = index_files(values, node_file="d/index", database_id="0f" * 16, commit_time_ns=10**18)
-    for name, content in made.items():
-        (volume_root / name).write_bytes(content)
+    made = index_of(values, node_file="d/index", database_id="0f" * 16)
+    (volume_root / made.node_file).write_bytes(made.nodes)
+    (volume_root / MANIFEST_FILE).write_bytes(made.manifest(10**18))
     store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{volume_root}/"}).result()
     assert sorted(store.list().result()) == sorted(key.encode() for key in values)
     for key, value in values.items():
@@ -145,7 +149,7 @@ def test_an_index_of_several_nodes(volume_root: Path, monkeypatch: pytest.Monkey
     assert version["root_height"] == 1
     assert version["root"]["statistics"] == {
         "num_keys": 600,
-        "num_tree_bytes": len(made["d/index"]),
+        "num_tree_bytes": len(made.nodes),
         "num_indirect_value_bytes": sum(v.length for v in values.values() if isinstance(v, Stored)),
     }
 
@@ -153,5 +157,5 @@ def test_an_index_of_several_nodes(volume_root: Path, monkeypatch: pytest.Monkey
 def test_a_folder_that_is_gone_is_an_error_and_is_not_made(volume_root: Path) -> None:
     gone = volume_root / "gone"
     with pytest.raises(FileNotFoundError):
-        write_arrays(gone, {"x": HostArray.of(1)}, threads=1, file_bytes=1 << 30)
+        write_arrays(gone, plan_writes({}, threads=1, file_bytes=1 << 30), {})
     assert not gone.exists()

@@ -37,9 +37,9 @@ def test_each_part_once_and_where_it_belongs(
     assert isinstance(held, HostArray)
     assert (held.shape, held.dtype, held.sharding) == (VALUES.shape, VALUES.dtype, sharding)
     parts = held.parts()
-    for box, part in parts.items():
+    for box, part in zip(held.form.boxes, parts, strict=True):
         assert np.array_equal(part, VALUES[tuple(slice(*ends) for ends in box)])
-    assert sum(part.size for part in parts.values()) == VALUES.size, "all of it, each part once"
+    assert sum(part.size for part in parts) == VALUES.size, "all of it, each part once"
 
 
 def test_training_cannot_have_the_memory_as_long_as_it_is_looked_at() -> None:
@@ -48,15 +48,15 @@ def test_training_cannot_have_the_memory_as_long_as_it_is_looked_at() -> None:
     addresses = {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
     snapshot = take_snapshot({"x": array}, mesh)
     (held,) = jax.tree.leaves(snapshot.tree)
-    assert {part.ctypes.data for part in held.parts().values()} <= addresses, "nothing was copied"
+    assert {part.ctypes.data for part in held.parts()} <= addresses, "nothing was copied"
     overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
     overwrite(array).block_until_ready()
-    for box, part in held.parts().items():
+    for box, part in zip(held.form.boxes, held.parts(), strict=True):
         assert np.array_equal(part, VALUES[tuple(slice(*ends) for ends in box)])
         assert not part.flags.writeable
     if not array.is_deleted():
         array.delete()
-    assert all(part.any() for part in held.parts().values())
+    assert all(part.any() for part in held.parts())
 
 
 def test_what_is_still_being_computed_is_copied_without_waiting() -> None:
@@ -67,8 +67,8 @@ def test_what_is_still_being_computed_is_copied_without_waiting() -> None:
     was_ready = array.is_ready()
     (held,) = jax.tree.leaves(take_snapshot({"x": array}, mesh).tree)
     if not was_ready:
-        assert all(isinstance(piece, jax.Array) for piece in held.pieces.values())
-    for part in held.parts().values():
+        assert all(isinstance(piece, jax.Array) for piece in held.pieces)
+    for part in held.parts():
         assert np.array_equal(part, np.asarray(array))
 
 
@@ -76,6 +76,6 @@ def test_keys_are_held_as_their_data() -> None:
     keys = jax.random.split(jax.random.key(3), 4)
     snapshot = take_snapshot({"keys": keys}, case_mesh())
     (held,) = jax.tree.leaves(snapshot.tree)
-    (part,) = held.parts().values()
+    (part,) = held.parts()
     assert np.array_equal(part, np.asarray(jax.random.key_data(keys)))
     assert snapshot.kinds == {"keys": f"key:{jax.random.key_impl(keys)}"}

@@ -23,8 +23,10 @@ from orbax.checkpoint.experimental.emergency.multi_tier_checkpointing import (
 from mtcheckpoint._host_array import HostArray
 from mtcheckpoint._orbax import handlers
 from mtcheckpoint._shares.identity import PROCESS_METADATA_ITEM, STATE_ITEM
-from mtcheckpoint._shares.shardings import ORBAX_DEVICE_LIMIT
-from mtcheckpoint._shares.writing import WrittenArrays, write_arrays
+from mtcheckpoint._shares.sealing import SealForm
+from mtcheckpoint._shares.shardings import ORBAX_DEVICE_LIMIT, SHARDINGS_FILE, shardings_to_json
+from mtcheckpoint._shares.write_plan import WritePlan, plan_writes
+from mtcheckpoint._shares.writing import OpenFile, new_file, write_arrays
 from mtcheckpoint._trees import flatten_named
 
 __all__ = ["ShareWriter", "WrittenShare"]
@@ -46,10 +48,17 @@ logging.getLogger("absl").addFilter(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenShare:
-    """A share under the staging folder: its directory, and what its arrays are."""
+    """A share under the staging folder.
+
+    Attributes:
+        path: its directory.
+        seal_form: for its seal.
+        checksums: of its chunks, in the form's order.
+    """
 
     path: Path
-    arrays: WrittenArrays
+    seal_form: SealForm
+    checksums: Sequence[str]
 
 
 class ShareWriter:
@@ -76,35 +85,58 @@ class ShareWriter:
         self._template: _Template | None = None
 
     def write(
-        self, step: int, tree: Any, custom_metadata: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        tree: Any,
+        custom_metadata: Mapping[str, Any] | None = None,
+        open_file: OpenFile = new_file,
     ) -> WrittenShare:
         """Writes a snapshot's share under the staging folder.
+
+        Args:
+            step: names the share.
+            tree: of the snapshot.
+            custom_metadata: for Orbax's metadata.
+            open_file: opens the data files.
 
         Raises:
             OSError: it could not be written.
         """
         share = self._staging / str(step)
-        kind = _kind_of(tree, custom_metadata)
-        if self._template is None or self._template.kind != kind:
-            self._write_tree(step, tree, custom_metadata)
-            self._template = _Template.of(share, kind)
-        else:
-            self._template.write(share)
         arrays = {
             name: leaf if isinstance(leaf, HostArray) else HostArray.of(leaf)
             for name, leaf in flatten_named(tree)[0].items()
             if not isinstance(leaf, str)
         }
-        self._write_shardings(share, arrays)
+        kind = _kind_of(tree, arrays, custom_metadata)
+        if self._template is None or self._template.kind != kind:
+            self._template = self._write_first(step, tree, arrays, kind, custom_metadata)
+        else:
+            self._template.write(share)
+        plan = self._template.plan
+        written = write_arrays(share / STATE_ITEM, plan, arrays, open_file)
         return WrittenShare(
-            path=share,
-            arrays=write_arrays(
-                share / STATE_ITEM,
-                arrays,
-                threads=_threads(),
-                file_bytes=self._data_file_size_bytes,
-            ),
+            path=share, seal_form=self._template.seal_form, checksums=written.checksums
         )
+
+    def _write_first(
+        self,
+        step: int,
+        tree: Any,
+        arrays: Mapping[str, HostArray],
+        kind: Any,
+        custom_metadata: Mapping[str, Any] | None,
+    ) -> _Template:
+        """Writes all but the arrays of the first share of a kind of tree."""
+        share = self._staging / str(step)
+        self._write_tree(step, tree, custom_metadata)
+        self._write_shardings(share, tree, arrays)
+        plan = plan_writes(
+            {name: array.form for name, array in arrays.items()},
+            threads=_threads(),
+            file_bytes=self._data_file_size_bytes,
+        )
+        return _Template.of(share, kind, plan)
 
     def _write_tree(
         self, step: int, tree: Any, custom_metadata: Mapping[str, Any] | None = None
@@ -122,9 +154,11 @@ class ShareWriter:
             custom_metadata=dict(custom_metadata) if custom_metadata else None,
         )
 
-    def _write_shardings(self, share: Path, arrays: Mapping[str, HostArray]) -> None:
-        """For Orbax's manager: ours has a file of its own (`_shares.shardings`)."""
-        if jax.device_count() <= ORBAX_DEVICE_LIMIT:
+    def _write_shardings(self, share: Path, tree: Any, arrays: Mapping[str, HostArray]) -> None:
+        own = share / SHARDINGS_FILE
+        own.parent.mkdir(exist_ok=True)
+        own.write_text(shardings_to_json(tree), encoding="utf-8")
+        if jax.device_count() <= ORBAX_DEVICE_LIMIT:  # for Orbax's manager
             known = {n: a.sharding for n, a in arrays.items() if a.sharding is not None}
             text = handlers.shardings_to_json(known)
             (share / STATE_ITEM / "_sharding").write_text(text, encoding="utf-8")
@@ -170,21 +204,24 @@ class ShareWriter:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Template:
-    """What Orbax writes for one kind of tree: the same for each step, but for times and names.
+    """What is the same for each step of one kind of tree, but for times and names.
 
-    Orbax's manager takes some ten milliseconds for it, however small the state is.
+    Orbax's manager takes some ten milliseconds for its files, however small the state is.
     """
 
     kind: Any
     step: str
     files: Mapping[str, bytes]
+    plan: WritePlan
+    seal_form: SealForm
 
     @classmethod
-    def of(cls, share: Path, kind: Any) -> _Template:
-        """Of a share that Orbax has written just now."""
+    def of(cls, share: Path, kind: Any, plan: WritePlan) -> _Template:
+        """Of a share that has everything but its arrays."""
         found = (path for path in share.rglob("*") if path.is_file())
         files = {path.relative_to(share).as_posix(): path.read_bytes() for path in found}
-        return cls(kind=kind, step=share.name, files=files)
+        form = SealForm.of(plan)
+        return cls(kind=kind, step=share.name, files=files, plan=plan, seal_form=form)
 
     def write(self, share: Path) -> None:
         """Writes it for another step."""
@@ -200,11 +237,14 @@ class _Template:
             path.write_bytes(content)
 
 
-def _kind_of(tree: Any, custom_metadata: Mapping[str, Any] | None) -> Any:
-    """All of a tree that Orbax's files tell of."""
+def _kind_of(
+    tree: Any, arrays: Mapping[str, HostArray], custom_metadata: Mapping[str, Any] | None
+) -> Any:
+    """All of a tree that is not the content of an array."""
     leaves, structure = jax.tree_util.tree_flatten(tree)
     told = [leaf if isinstance(leaf, str) else type(leaf) for leaf in leaves]
-    return structure, told, copy.deepcopy(custom_metadata)
+    forms = [array.form for array in arrays.values()]
+    return structure, told, forms, copy.deepcopy(custom_metadata)
 
 
 def _threads() -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import google_crc32c
 import tensorstore as ts
 
-__all__ = ["MANIFEST_FILE", "Stored", "index_files"]
+__all__ = ["MANIFEST_FILE", "Index", "Node", "Stored", "index_of"]
 
 MANIFEST_FILE = "manifest.ocdbt"
 
@@ -49,39 +49,8 @@ class Stored:
     length: int
 
 
-def index_files(
-    values: Mapping[str, bytes | Stored], *, node_file: str, database_id: str, commit_time_ns: int
-) -> dict[str, bytes]:
-    """The files that make a database of these values.
-
-    Args:
-        values: by key: the value itself, for small ones, or where it lies.
-        node_file: the data file for the index, which must not be there yet.
-        database_id: 32 hexadecimal digits.
-        commit_time_ns: since the Unix epoch.
-
-    Returns:
-        The content of the new data file and of the manifest, by name.
-    """
-    keyed = sorted((key.encode(), value) for key, value in values.items())
-    leaves = [_leaf_node(entries) for entries in _split(keyed)]
-    children = _placed(leaves, node_file)
-    if len(children) == 1:
-        (root,), height = children, 0
-        nodes = leaves
-    else:
-        top = _interior_node(children)
-        (root,) = _placed([top], node_file, after=sum(len(leaf.content) for leaf in leaves))
-        root = dataclasses.replace(root, tree_bytes=sum(c.tree_bytes for c in [root, *children]))
-        height, nodes = 1, [*leaves, top]
-    return {
-        node_file: b"".join(node.content for node in nodes),
-        MANIFEST_FILE: _manifest(root, height, database_id, commit_time_ns),
-    }
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Node:
+class Node:
     """A node of the tree, and what its parent says of it."""
 
     first_key: bytes
@@ -90,6 +59,64 @@ class _Node:
     value_bytes: int
     tree_bytes: int
     place: Stored | None = None
+
+
+_NOTHING = Node(first_key=b"", content=b"", keys=0, value_bytes=0, tree_bytes=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Index:
+    """What makes a database of data files.
+
+    Attributes:
+        node_file: the data file for the index itself.
+        nodes: its content.
+        root: the node that all others are found from.
+        height: levels below the root.
+        database_id: 32 hexadecimal digits.
+    """
+
+    node_file: str
+    nodes: bytes
+    root: Node
+    height: int
+    database_id: str
+
+    def manifest(self, commit_time_ns: int) -> bytes:
+        """The content of the manifest, with which the database is there.
+
+        Args:
+            commit_time_ns: since the Unix epoch.
+        """
+        return _manifest(self.root, self.height, self.database_id, commit_time_ns)
+
+
+def index_of(values: Mapping[str, bytes | Stored], *, node_file: str, database_id: str) -> Index:
+    """The index of a database of these values.
+
+    Args:
+        values: by key: the value itself, for small ones, or where it lies.
+        node_file: the data file for the index, which must not be there yet.
+        database_id: 32 hexadecimal digits.
+    """
+    keyed = sorted((key.encode(), value) for key, value in values.items())
+    leaves = [_leaf_node(entries) for entries in _split(keyed)]
+    children = _placed(leaves, node_file)
+    if len(children) <= 1:
+        (root,), height = children or [_NOTHING], 0
+        nodes = leaves
+    else:
+        top = _interior_node(children)
+        (root,) = _placed([top], node_file, after=sum(len(leaf.content) for leaf in leaves))
+        root = dataclasses.replace(root, tree_bytes=sum(c.tree_bytes for c in [root, *children]))
+        height, nodes = 1, [*leaves, top]
+    return Index(
+        node_file=node_file,
+        nodes=b"".join(node.content for node in nodes),
+        root=root,
+        height=height,
+        database_id=database_id,
+    )
 
 
 def _split(keyed: Sequence[tuple[bytes, bytes | Stored]]) -> Iterator[list[Any]]:
@@ -102,10 +129,11 @@ def _split(keyed: Sequence[tuple[bytes, bytes | Stored]]) -> Iterator[list[Any]]
             yield entries
             entries, size = [], 0
         entries.append((key, value))
-    yield entries
+    if entries:
+        yield entries
 
 
-def _placed(nodes: Sequence[_Node], file: str, after: int = 0) -> list[_Node]:
+def _placed(nodes: Sequence[Node], file: str, after: int = 0) -> list[Node]:
     """Nodes, one behind the other in a file."""
     ends = list(itertools.accumulate((len(node.content) for node in nodes), initial=after))
     return [
@@ -114,7 +142,7 @@ def _placed(nodes: Sequence[_Node], file: str, after: int = 0) -> list[_Node]:
     ]
 
 
-def _leaf_node(entries: Sequence[tuple[bytes, bytes | Stored]]) -> _Node:
+def _leaf_node(entries: Sequence[tuple[bytes, bytes | Stored]]) -> Node:
     keys = [key for key, _ in entries]
     values = [value for _, value in entries]
     inline = [value for value in values if isinstance(value, bytes)]
@@ -132,7 +160,7 @@ def _leaf_node(entries: Sequence[tuple[bytes, bytes | Stored]]) -> _Node:
         _varints(value.offset for value in outside),
         *inline,
     )
-    return _Node(
+    return Node(
         first_key=keys[0],
         content=content,
         keys=len(keys),
@@ -141,7 +169,7 @@ def _leaf_node(entries: Sequence[tuple[bytes, bytes | Stored]]) -> _Node:
     )
 
 
-def _interior_node(children: Sequence[_Node]) -> _Node:
+def _interior_node(children: Sequence[Node]) -> Node:
     keys = [child.first_key for child in children]
     places = [child.place for child in children if child.place is not None]
     files = sorted({place.file for place in places})
@@ -160,7 +188,7 @@ def _interior_node(children: Sequence[_Node]) -> _Node:
         _varints(child.tree_bytes for child in children),
         _varints(child.value_bytes for child in children),
     )
-    return _Node(
+    return Node(
         first_key=keys[0],
         content=content,
         keys=sum(child.keys for child in children),
@@ -169,9 +197,7 @@ def _interior_node(children: Sequence[_Node]) -> _Node:
     )
 
 
-def _manifest(root: _Node, height: int, database_id: str, commit_time_ns: int) -> bytes:
-    assert root.place is not None
-    place = root.place
+def _manifest(root: Node, height: int, database_id: str, commit_time_ns: int) -> bytes:
     manifest: bytes = ts.ocdbt.undump_manifest(
         {
             "config": {
@@ -187,8 +213,8 @@ def _manifest(root: _Node, height: int, database_id: str, commit_time_ns: int) -
                     "generation_number": 1,
                     "commit_time": commit_time_ns,
                     "root_height": height,
-                    "root": {
-                        "location": f"btreenode::{place.file}:{place.offset}:{place.length}",
+                    "root": _location(root.place)
+                    | {
                         "statistics": {
                             "num_keys": root.keys,
                             "num_tree_bytes": root.tree_bytes,
@@ -200,6 +226,12 @@ def _manifest(root: _Node, height: int, database_id: str, commit_time_ns: int) -
         }
     )
     return manifest
+
+
+def _location(place: Stored | None) -> dict[str, str]:
+    if place is None:  # of a database without keys
+        return {}
+    return {"location": f"btreenode::{place.file}:{place.offset}:{place.length}"}
 
 
 # The encoding.

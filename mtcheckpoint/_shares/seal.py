@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
@@ -19,19 +19,17 @@ import xxhash
 
 from mtcheckpoint._restore import Chunk
 from mtcheckpoint._shares.identity import OWN_FOLDER
-from mtcheckpoint._shares.writing import DATA_FOLDER, WrittenArrays
 from mtcheckpoint.errors import ShareError
 
 __all__ = [
+    "ALGORITHM",
+    "FORMAT_VERSION",
     "SEAL_FILE",
     "Seal",
     "Summary",
     "Verify",
     "digest_of",
     "seal_from_json",
-    "seal_share",
-    "seal_to_json",
-    "summary_of",
 ]
 
 # How much of a share is compared with its seal.
@@ -46,15 +44,9 @@ _LIMIT_BYTES = 1 << 28
 
 _TOO_MUCH = (RecursionError, OverflowError)
 
-# Below these folders lie the stored chunks; they are sealed one by one, and here by size.
-# Orbax's own shares have one of the latter for each process.
-_PROCESS_FOLDER = "ocdbt.process_"
-
-
 # A checksum of which parts a rank holds, and one of what these are. Twins, which hold the same part
 # of a model, have the first in common, and should have the second.
 Summary = tuple[str, str]
-_SUMMARY_DIGITS = 16  # there is one for each rank in every seal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +60,7 @@ class Seal:
         leaves: shape, element type and chunk shape of each array, by leaf name.
         chunks: bytes and checksum of each chunk, by leaf name.
         files: bytes of every file, and the checksum of those that are not data; by path.
-        ranks: what each rank of the save held, in short (see `summary_of`); () when not known.
+        ranks: what each rank of the save held, in short; () when not known.
     """
 
     step: int
@@ -116,69 +108,6 @@ def digest_of(data: np.ndarray[Any, Any] | bytes) -> str:
         return xxhash.xxh3_128_hexdigest(data)
     flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     return xxhash.xxh3_128_hexdigest(flat.data)
-
-
-def seal_share(share: Path, arrays: WrittenArrays, *, step: int, save_id: str) -> Seal:
-    """The seal of a share that was just written, but for what the other ranks hold.
-
-    Args:
-        share: its folder.
-        arrays: what was written.
-        step: the step.
-        save_id: of the save.
-    """
-    return Seal(
-        step=step,
-        save_id=save_id,
-        leaves=arrays.leaves,
-        chunks=arrays.chunks,
-        files={name: _sealed_file(share, name) for name in sorted(_files(share))},
-    )
-
-
-def summary_of(chunks: Mapping[str, Mapping[Chunk, tuple[int, str]]]) -> Summary:
-    """Which chunks these are, and what they are, in one short checksum each."""
-    parts = sorted(
-        (name, chunk, checksum)
-        for name, held in chunks.items()
-        for chunk, (_, checksum) in held.items()
-    )
-    which = json.dumps([(name, chunk) for name, chunk, _ in parts])
-    what = json.dumps(parts)
-    return digest_of(which.encode())[:_SUMMARY_DIGITS], digest_of(what.encode())[:_SUMMARY_DIGITS]
-
-
-def _files(share: Path) -> Iterator[str]:
-    for path in share.rglob("*"):
-        if path.is_file():
-            yield path.relative_to(share).as_posix()
-
-
-def _sealed_file(share: Path, name: str) -> tuple[int, str | None]:
-    folders = PurePosixPath(name).parts[:-1]
-    if any(part == DATA_FOLDER or part.startswith(_PROCESS_FOLDER) for part in folders):
-        return (share / name).stat().st_size, None
-    content = (share / name).read_bytes()
-    return len(content), digest_of(content)
-
-
-def seal_to_json(seal: Seal) -> str:
-    """The text of the seal file. It seals itself."""
-    content = {
-        "format": FORMAT_VERSION,
-        "algorithm": ALGORITHM,
-        "step": seal.step,
-        "save_id": seal.save_id,
-        "leaves": seal.leaves,
-        "chunks": {
-            name: {"/".join(map(str, chunk)): sealed for chunk, sealed in chunks.items()}
-            for name, chunks in seal.chunks.items()
-        },
-        "files": seal.files,
-        "ranks": seal.ranks,
-    }
-    text = json.dumps(content, separators=(",", ":"))
-    return json.dumps({"seal": text, "checksum": digest_of(text.encode())})
 
 
 def seal_from_json(text: bytes, place: str) -> Seal:

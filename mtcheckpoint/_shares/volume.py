@@ -20,8 +20,10 @@ from typing import Any
 from mtcheckpoint import _events
 from mtcheckpoint._handshake import files
 from mtcheckpoint._policy import SPACE_MARGIN
-from mtcheckpoint._shares.identity import IDENTITY_FILE, identity_from_json
+from mtcheckpoint._shares.identity import IDENTITY_FILE, STATE_ITEM, identity_from_json
 from mtcheckpoint._shares.places import read_small_file
+from mtcheckpoint._shares.spares import Spares
+from mtcheckpoint._shares.write_plan import DATA_FOLDER
 from mtcheckpoint.errors import ShareError
 
 __all__ = [
@@ -104,6 +106,7 @@ class CommittedSteps:
 
     def __init__(self, volume: Path) -> None:
         self.volume = volume
+        self.spares = Spares(volume / STAGING_FOLDER / "spare")
         self.newest: int | None = None
         self._finished: int | None = None
         self._share_bytes = 0
@@ -133,6 +136,7 @@ class CommittedSteps:
         """
         self._share_bytes = max(self._share_bytes, array_bytes)
         self._check_free(step)
+        self.spares.trim(self._share_bytes)
 
     def _check_free(self, step: int) -> None:
         place = self.volume / str(step)
@@ -144,6 +148,7 @@ class CommittedSteps:
 
     def commit(self, share: Path, step: int, share_bytes: int) -> None:
         """Renames a finished share into place. This rename is the commit: it comes last."""
+        self.spares.remember(share / STATE_ITEM / DATA_FOLDER)
         os.rename(share, self.volume / str(step))
         self.newest = step
         self._share_bytes = share_bytes
@@ -163,6 +168,7 @@ class CommittedSteps:
 
     def look(self) -> bool:
         """Looks at the volume; True when there is something new to report."""
+        self.spares.trim(self._share_bytes)
         return self._has_room() != self._told_room
 
     def report(self) -> dict[str, Any]:
@@ -173,7 +179,7 @@ class CommittedSteps:
             "finished_step": self._finished,
             # A save that failed left nothing to be taken.
             "taken_step": self.taken if self.pending else self._finished,
-            "free_bytes": free_bytes(self.volume),
+            "free_bytes": self._room_bytes(),
             "share_bytes": self._share_bytes,
         }
 
@@ -182,12 +188,16 @@ class CommittedSteps:
         return OSError(
             errno.ENOSPC,
             f"{self.volume} is full: a share needs at least {self._share_bytes} bytes,"
-            f" {free_bytes(self.volume)} are free. Give the RAM disk more memory"
+            f" {self._room_bytes()} are free. Give the RAM disk more memory"
             f"{set_aside_text(self.volume)}",
         )
 
     def _has_room(self) -> bool:
-        return free_bytes(self.volume) >= self._share_bytes * SPACE_MARGIN
+        return self._room_bytes() >= self._share_bytes * SPACE_MARGIN
+
+    def _room_bytes(self) -> int:
+        """Bytes that a share can have."""
+        return free_bytes(self.volume) + self.spares.free_bytes()
 
 
 class ReplicatedSteps(CommittedSteps):

@@ -19,7 +19,7 @@ from typing import Any
 # By name: module, class ("" for a function of the module), function.
 TRAINING = {
     "write": ("mtcheckpoint._orbax", "ShareWriter", "write"),
-    "seal": ("mtcheckpoint._saver", "", "seal_share"),
+    "seal": ("mtcheckpoint._saver", "", "sealed_files"),
     "seal of all": ("mtcheckpoint._saver", "", "_write_over"),
     "commit": ("mtcheckpoint._shares.volume", "CommittedSteps", "commit"),
     "finished": ("mtcheckpoint._saver", "Saver", "_finished"),
