@@ -77,6 +77,7 @@ GOALS: Mapping[str, Goal] = {
     "replicator_lag": Goal(group=OTHERS, title="commit to copies, vs Google's replicator", bound=1),
     "replicator_lag_small": Goal(group=OTHERS, title="commit to copies of 1 MiB, vs Google's"),
     "save_vs_raw_tmpfs": Goal(group=LIMITS, title="save, vs plain writes", bound=0.8),
+    "save_vs_raw_over": Goal(group=LIMITS, title="save, vs plain writes over old files"),
     "restore_vs_raw_tmpfs": Goal(group=LIMITS, title="restore, vs plain reads", bound=0.6),
     "restore_other_mesh": Goal(group=LIMITS, title="restore on another mesh, vs same mesh"),
     "elastic_restore": Goal(

@@ -35,7 +35,19 @@ def save_vs_raw_tmpfs(settings: Settings) -> Result:
         _saved(settings),
         "raw",
         f"{_setting(settings)}; raw: each process writes the state's own buffers by os.write into"
-        " fresh files, one a shard, with as many threads as it has cores",
+        " fresh files, one a shard, with as many threads as it has cores; ours into the files of a"
+        " step that was deleted",
+    )
+
+
+def save_vs_raw_over(settings: Settings) -> Result:
+    """The same, with plain writes over files that are there already, as ours go."""
+    return timing.result_of(
+        "save_vs_raw_over",
+        _saved(settings),
+        "raw_over",
+        f"{_setting(settings)}; raw: as before, over the files of a step that was deleted, as ours"
+        " are written",
     )
 
 
@@ -70,6 +82,7 @@ def blocked_queued_vs_orbax_replicator(settings: Settings) -> Result:
 CASES: dict[str, Case] = {
     "save_vs_orbax_replicator": save_vs_orbax_replicator,
     "save_vs_raw_tmpfs": save_vs_raw_tmpfs,
+    "save_vs_raw_over": save_vs_raw_over,
     "blocked_vs_orbax_replicator": blocked_vs_orbax_replicator,
     "blocked_queued_vs_orbax_replicator": blocked_queued_vs_orbax_replicator,
 }

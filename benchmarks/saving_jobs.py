@@ -35,7 +35,7 @@ def save(root: str, size_bytes: int, pairs: int) -> Times:
     """
     tree = states.abstract(size_bytes)
     state = states.filled(tree)
-    with _opened(root, "ours", "orbax", "raw") as contestants:
+    with _opened(root, "ours", "orbax", "raw", "raw_over") as contestants:
         told: Times = {name: [] for name in contestants}
         for step in range(1, pairs + 2):
             for name, side in contestants.items():
@@ -76,6 +76,7 @@ def _opened(root: str, *names: str) -> Iterator[dict[str, sides.Side]]:
         "ours": sides.Ours,
         "orbax": sides.Orbax,
         "raw": sides.Raw,
+        "raw_over": functools.partial(sides.Raw, over=True),
     }
     contestants = {name: made[name](root) for name in names}
     for side in contestants.values():

@@ -160,14 +160,19 @@ def _be_a_program() -> None:
 class Raw:
     """The same buffers by plain system calls: one file for each shard, no checksum, no metadata.
 
+    Args:
+        root: below it are the volumes of all processes.
+        over: each step is written over the files of one that was deleted.
+
     Written from the state itself in large blocks, and read into fresh memory; by as many threads as
     this process has cores. The files are opened and closed each time. Fresh is what the kernel
     gives, as in a process that was just started: what the C library keeps for itself from one
     measured pair to the next would not have to be cleared.
     """
 
-    def __init__(self, root: str) -> None:
-        self._folder = own_volume(root) / "raw"
+    def __init__(self, root: str, *, over: bool = False) -> None:
+        self._folder = own_volume(root) / ("raw_over" if over else "raw")
+        self._old = own_volume(root) / "raw_old" if over else None
         cores = len(os.sched_getaffinity(0)) // jax.process_count()
         self._pool = concurrent.futures.ThreadPoolExecutor(max(cores, 1))
 
@@ -175,7 +180,10 @@ class Raw:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int, state: Any) -> None:
-        self.step_folder(step).mkdir()
+        if self._old is not None and self._old.is_dir():
+            self._old.rename(self.step_folder(step))
+        else:
+            self.step_folder(step).mkdir()
         buffers = [np.asarray(shard.data) for leaf in _leaves(state) for shard in _shards(leaf)]
         paths = (self.step_folder(step) / str(number) for number in range(len(buffers)))
         self._all(_write_file, zip(paths, buffers, strict=True))
@@ -195,6 +203,13 @@ class Raw:
     def close(self) -> None:
         pass
 
+    def delete(self, step: int) -> None:
+        """Deletes a step; its files stay where the next one is to be written over them."""
+        if self._old is None:
+            shutil.rmtree(self.step_folder(step))
+        else:
+            self.step_folder(step).rename(self._old)
+
     def _all(self, action: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
         return list(self._pool.map(lambda given: action(*given), arguments))
 
@@ -209,7 +224,7 @@ def _shards(leaf: jax.Array) -> list[Any]:
 
 def _write_file(path: Path, array: np.ndarray) -> None:
     view = memoryview(array.reshape(-1)).cast("B")
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT)
     try:
         while view:
             view = view[os.write(file, view[:_BLOCK_BYTES]) :]
@@ -242,4 +257,7 @@ def assert_saved(side: Side, state: Any, tree: Any) -> None:
 
 def delete(side: Side, step: int) -> None:
     """Deletes a step of this process, as a replicator would in time."""
-    shutil.rmtree(side.step_folder(step))
+    if isinstance(side, Raw):
+        side.delete(step)
+    else:
+        shutil.rmtree(side.step_folder(step))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,12 +25,18 @@ class ArrayForm:
         dtype: of its elements.
         sharding: how the whole array lies on the devices; None when it is in host memory.
         boxes: each distinct part that this process holds, once.
+        nbytes: bytes that this process holds.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     sharding: jax.sharding.Sharding | None
     boxes: tuple[Box, ...]
+    nbytes: int = dataclasses.field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        elements = sum(math.prod(box_shape(box)) for box in self.boxes)
+        object.__setattr__(self, "nbytes", elements * self.dtype.itemsize)
 
     @property
     def piece_shape(self) -> tuple[int, ...]:
@@ -82,7 +89,7 @@ class HostArray:
     @property
     def nbytes(self) -> int:
         """Bytes that this process holds."""
-        return sum(piece.nbytes for piece in self.pieces)
+        return self.form.nbytes
 
     def parts(self) -> list[np.ndarray[Any, Any]]:
         """The pieces as numpy arrays; waits until they have arrived."""

@@ -165,7 +165,7 @@ def _to_host(arrays: Sequence[jax.Array], mesh: jax.sharding.Mesh) -> list[HostA
         data: Any = jax.random.key_data(array) if _is_key(array) else array
         kind = _kind_of(data.shape, data.dtype, data.sharding, mesh)
         pieces = [data.addressable_data(position) for position in kind.positions]
-        if _is_host_memory(data.sharding) and data.is_ready():
+        if data.is_ready() and _is_host_memory(data.sharding):
             pieces = [np.asarray(piece) for piece in pieces]
         else:
             moving += [(pieces, index) for index in range(len(pieces))]
