@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
@@ -12,6 +13,7 @@ __all__ = [
     "LeafPlan",
     "box_of",
     "box_shape",
+    "chunk_at",
     "chunk_key",
     "chunks_touching",
     "plan_leaf",
@@ -59,6 +61,21 @@ def chunks_touching(box: Box, chunk_shape: Sequence[int]) -> Iterator[Chunk]:
 def chunk_key(chunk: Chunk) -> str:
     """The key of a chunk in its array, as zarr spells it."""
     return "/".join(["c", *map(str, chunk)])
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def chunk_at(key: str) -> Chunk:
+    """The chunk of a key as zarr spells it, without the letter it begins with: ``/0/3``.
+
+    Many leaves have chunks at the same position: they share it.
+
+    Raises:
+        ValueError: it is no position.
+    """
+    chunk = tuple([int(part) for part in key.split("/") if part])
+    if min(chunk, default=0) < 0:
+        raise ValueError(f"no chunk can be at {key[:200]!r}")
+    return chunk
 
 
 def plan_leaf(
