@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,9 +19,9 @@ import jax
 from mtcheckpoint import _events
 from mtcheckpoint._clock import Deadline, run_within
 from mtcheckpoint._coordination import Coordinator
+from mtcheckpoint._garbage import collection_put_off
 from mtcheckpoint._reader import ReadPlan, read_state, tensorstore_context
 from mtcheckpoint._replicas import leaf_digests, unequal_leaves, unequal_twins, uneven_groups
-from mtcheckpoint._restore import box_shape
 from mtcheckpoint._restored import Candidate, PassedOver, Request, RestoredState, RestoreReport
 from mtcheckpoint._shares.contents import is_unreadable, read_extras
 from mtcheckpoint._shares.identity import decode_extras
@@ -118,7 +120,8 @@ class Restorer:
                 passed_over.append(candidate)
                 continue
             attempt = _Attempt(self, candidate, request, dict(seconds))
-            restored = attempt.run(tuple(passed_over))
+            with collection_put_off():
+                restored = attempt.run(tuple(passed_over))
             if restored is not None:
                 return restored
             passed_over.append(attempt.passed_over())
@@ -558,11 +561,8 @@ def _bytes_by_tier(plan: ReadPlan) -> dict[Tier, int]:
     for leaf, sources in zip(plan.target.leaves, plan.leaves, strict=True):
         if leaf.dtype is None:
             continue
-        box = tuple((0, size) for size in leaf.leaf.chunk_shape)
-        chunk_bytes = int(leaf.dtype.itemsize)
-        for extent in box_shape(box):
-            chunk_bytes *= extent
-        for share in sources.sources.values():
+        chunk_bytes = math.prod(leaf.leaf.chunk_shape) * leaf.dtype.itemsize
+        for share, chunks in Counter(sources.sources.values()).items():
             tier = plan.shares[share].place.tier
-            amounts[tier] = amounts.get(tier, 0) + chunk_bytes
+            amounts[tier] = amounts.get(tier, 0) + chunks * chunk_bytes
     return amounts

@@ -135,7 +135,8 @@ def read_contents(
         # Without this look, a listing of the arrays would just be empty.
         raise ShareError(f"{place.name}/{STATE_ITEM}/manifest.ocdbt is not there", place=place.name)
     index = _read_index(place, context, Deadline.after(timeout_secs))
-    leaves, empty = _read_tree(read, tree, index.metadata, dict(identity.kinds) if identity else {})
+    kinds = dict(identity.kinds) if identity else {}
+    leaves, empty = _read_tree(read, tree, index.metadata, kinds)
     if seal is not None and verify == "full":
         _check_leaves(place, leaves, seal)
     return ShareContents(
