@@ -45,7 +45,7 @@ def _rounds(nodes: int) -> list[_Round]:
     inventory = _Round(
         topic="restore/inventory",
         values=[[1_800_000_000.123456, summary, [None, [], []]] for summary in told],
-        verdict=[choice.to_json(), {}],
+        verdict=[choice.to_json(), {}, {"names": ["2026-01-01_00-00"]}],
     )
 
     def said(topic: str, value: Any) -> _Round:

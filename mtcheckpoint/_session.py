@@ -125,9 +125,9 @@ class Session:
         """
         if saved_since:
             self._choice = None
-        choice = self._look()
-        yield from self._notes
         backups = BackupList(self._config, self._coordinator)
+        choice = self._look(backups)
+        yield from self._notes
         for position, save in enumerate(choice.saves):
             while (backup := backups.newer_than(save.step)) is not None:
                 yield from self._in_backup(backups, *backup, step)
@@ -251,7 +251,8 @@ class Session:
         )
         return found
 
-    def _look(self) -> Choice:
+    def _look(self, backups: BackupList | None = None) -> Choice:
+        """What memory holds, agreed on once; in the same round, the names of the backups."""
         if self._choice is None:
             begun = time.monotonic()
             together_at = None
@@ -264,9 +265,15 @@ class Session:
                 )
             self._inventory = self._usable_shares(before_handshake=self._answer is None)
             notes = [self._unsafe_step(), self._inventory.damaged, self._condemned]
-            choice, told = self._coordinator.decide(
-                "restore/inventory", [together_at, self._summary(), notes], self._chosen
+            choice, told, names = self._coordinator.decide(
+                "restore/inventory",
+                [together_at, self._summary(), notes],
+                lambda told: [*self._chosen(told), backups.names() if backups else None],
+                # As long as process 0 may wait for the backups' names.
+                timeout_secs=2 * self._config.timeout_secs if backups else None,
             )
+            if backups is not None:
+                backups.take_names(names)
             self._choice = Choice.from_json(choice)
             self._notes = self._noted(self._choice, {int(p): note for p, note in told.items()})
             self.seconds["inventory"] = time.monotonic() - begun
