@@ -42,7 +42,11 @@ def _rounds(nodes: int) -> list[_Round]:
     """A restore on another mesh, out of the memory of all nodes."""
     told = [summary.to_json() for summary in summaries(nodes)]
     choice = choose([VolumeSummary.from_json(value) for value in told], nodes=nodes, replicas=None)
-    inventory = _Round(topic="restore/inventory", values=told, verdict=choice.to_json())
+    inventory = _Round(
+        topic="restore/inventory",
+        values=[[1_800_000_000.123456, summary, [None, [], []]] for summary in told],
+        verdict=[choice.to_json(), {}, {"names": ["2026-01-01_00-00"]}],
+    )
 
     def said(topic: str, value: Any) -> _Round:
         return _Round(topic=topic, values=[value], verdict=[value] * nodes)
@@ -51,25 +55,17 @@ def _rounds(nodes: int) -> list[_Round]:
         [f"http://10.0.{rank // 256}.{rank % 256}:{30000 + rank}", [str(rank), str(rank // 2)]]
         for rank in range(nodes)
     ]
-    token = "t" * 43
+    save_ids = [f"{1010:032x}"]
+    opened: list[Any] = [[None, "", "", [], [save_ids, None]] for _ in range(nodes)]
+    opened[0] = [None, "", "", [], [save_ids, "t" * 43]]  # the token
     return [
-        said("preflight", []),
-        said("preflight/clocks", 1_800_000_000.123456),
+        said("preflight", None),
         inventory,
-        said("restore/notes", [None, []]),
-        said("hold shares", None),
-        said("restore/open", [None, "", ""]),
-        said("restore/save", [f"{1010:032x}"]),
-        said("restore/plan", [None, "", ""]),
-        said("restore/short", True),
-        _Round(topic="restore/token", values=[None], verdict=token),
+        _Round(topic="restore/open", values=opened, verdict=opened),
+        said("restore/plan", [None, "", "", [], ""]),
         _Round(topic="restore/servers", values=servers, verdict=servers),
-        said("restore/plan with others", [None, "", ""]),
-        said("restore/missing", ""),
-        said("restore/read", ["", False]),
-        said("restore/replicas", [None, False]),
-        said("restore/tier", "peer"),
-        said("restore/served", None),
+        said("restore/plan with others", [None, "", "", [], None]),
+        said("restore/read", ["", False, False, [], ["peer", [], False]]),
     ]
 
 

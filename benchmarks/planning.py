@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.results import Case, Pair, Result, Settings, compared, memory_bytes
 from mtcheckpoint._choice import Choice, VolumeSummary, choose
-from mtcheckpoint._restore import Box, Chunk, LeafPlan, plan_leaf
+from mtcheckpoint._restore import Box, Chunk, LeafPlan, chunks_touching, plan_leaf
 from mtcheckpoint._shares.layout import Layout, ranks_to_open
 
 __all__ = ["CASES"]
@@ -196,9 +196,12 @@ def _planned(
     needed: Mapping[_Kind, Sequence[Box]],
     held: Sequence[Sequence[frozenset[Chunk]]],
 ) -> list[LeafPlan]:
+    chunks = {
+        kind: {chunk for box in boxes for chunk in chunks_touching(box, (_CHUNK, _CHUNK))}
+        for kind, boxes in needed.items()
+    }
     return [
-        plan_leaf(needed[kind], (_CHUNK, _CHUNK), [share[leaf] for share in held])
-        for leaf, kind in enumerate(kinds)
+        plan_leaf(chunks[kind], [share[leaf] for share in held]) for leaf, kind in enumerate(kinds)
     ]
 
 

@@ -38,11 +38,28 @@ class BackupList:
             while not self._waiting and self._next_name() is not None:
                 self._fill()
         except TierUnreadableError as error:
-            _events.happened("restore/unreadable", level=logging.WARNING, reason=str(error))
-            self._unreadable, self._names = error, []
+            self._end(error)
         if self._waiting and self._waiting[0][1] > step:
             return self._waiting.pop(0)
         return None
+
+    def names(self) -> dict[str, Any]:
+        """Process 0: what `take_names` takes, for a round that is made anyway."""
+        try:
+            return {"names": self._the_root().names(self._job) if self._url else []}
+        except TierUnreadableError as error:
+            return {"unreadable": str(error), "place": error.place}
+
+    def take_names(self, told: Mapping[str, Any]) -> None:
+        """Takes what process 0 has found, so that it need not be asked again."""
+        if "names" in told:
+            self._names = list(told["names"])
+        else:
+            self._end(TierUnreadableError(told["unreadable"], place=told["place"]))
+
+    def _end(self, error: TierUnreadableError) -> None:
+        _events.happened("restore/unreadable", level=logging.WARNING, reason=str(error))
+        self._unreadable, self._names = error, []
 
     def raise_if_unreadable(self) -> None:
         """Raises what ended the list early."""

@@ -127,13 +127,14 @@ class Coordinator:
             answer = self._await_verdict(folder, topic, deadline)
             note_missing(False)
             return answer
-        values = self._collect(folder, topic, deadline)
+        values = self._collect(folder, value, deadline)
         if values is None:
             return self._give_up(folder, topic, deadline)
         note_missing(False)  # all are there
-        self._delete_earlier_rounds(topic)
         answer = self._conclude(folder, topic, lambda: choose(values))
+        # Not before the verdict, for which all are waiting.
         self._store.delete(f"{folder}/in")
+        self._delete_earlier_rounds(topic)
         return answer
 
     def agree(
@@ -268,10 +269,10 @@ class Coordinator:
         seconds = self.timeout_secs if timeout_secs is None else timeout_secs
         return Deadline.after(seconds if self.is_leader else seconds + self._grace_secs)
 
-    def _collect(self, folder: str, topic: str, deadline: Deadline) -> tuple[Any, ...] | None:
+    def _collect(self, folder: str, own: Any, deadline: Deadline) -> tuple[Any, ...] | None:
         """The values of all processes; None when one is missing or the round has a verdict."""
-        found: list[bytes] = []
-        for process in range(self.processes):
+        found = [_encode(own)]  # as the others would read it
+        for process in range(1, self.processes):
             key = f"{folder}/in/{process}"
             while (value := wait_slice(self._store, key, deadline)) is None:
                 if deadline.passed() or self._store.get(f"{folder}/verdict") is not None:

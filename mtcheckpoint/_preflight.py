@@ -33,6 +33,7 @@ __all__ = [
     "check_set_aside",
     "check_versions",
     "needed_shares",
+    "warn_of_clocks",
 ]
 
 _LOG = logging.getLogger("mtcheckpoint.preflight")
@@ -324,10 +325,12 @@ def check_before_first_step(config: CheckpointConfig, coordinator: Coordinator) 
             _LOG.warning("%s", finding.line)
     failed = next((finding.line for finding in findings if finding.level == "FAIL"), None)
     coordinator.decide("preflight", failed, lambda told: _refuse(told, coordinator))
-    # All return from that at about the same moment.
-    times = coordinator.gather("preflight/clocks", time.time())
-    for finding in check_clocks(times, coordinator.names):
-        if finding.level == "WARN" and coordinator.is_leader:
+
+
+def warn_of_clocks(times: Sequence[float], names: Callable[[Sequence[int]], Any]) -> None:
+    """Warns of what `check_clocks` finds."""
+    for finding in check_clocks(times, names):
+        if finding.level == "WARN":
             _LOG.warning("%s", finding.line)
 
 

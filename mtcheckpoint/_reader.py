@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -29,14 +29,14 @@ from mtcheckpoint._clock import Deadline
 from mtcheckpoint._restore import (
     Box,
     Chunk,
+    Cut,
     LeafPlan,
     box_of,
-    box_shape,
     chunk_key,
-    chunks_touching,
+    cut,
     plan_leaf,
 )
-from mtcheckpoint._shares.contents import Leaf, ShareContents, state_kvstore
+from mtcheckpoint._shares.contents import ShareContents, state_kvstore
 from mtcheckpoint._target import Target, TargetLeaf
 from mtcheckpoint.errors import ShareError, WaitTimeoutError
 
@@ -67,13 +67,13 @@ class ReadPlan:
     Attributes:
         target: what is brought back.
         shares: in order of preference.
-        boxes: the distinct parts to read of each leaf, in the target's order.
+        cuts: the distinct parts to read of each leaf, in the target's order.
         leaves: the sources of each leaf, in the target's order.
     """
 
     target: Target
     shares: tuple[ShareContents, ...]
-    boxes: tuple[tuple[Box, ...], ...]
+    cuts: tuple[Cut, ...]
     leaves: tuple[LeafPlan, ...]
 
     @property
@@ -90,25 +90,34 @@ class ReadPlan:
 
 def plan_reads(target: Target, shares: Sequence[ShareContents]) -> ReadPlan:
     """Plans what this process reads; chunks that nobody has are in the plan's `missing`."""
-    boxes = tuple(_distinct(leaf) for leaf in target.leaves)
+    cuts = _cuts(target.leaves)
     return ReadPlan(
         target=target,
         shares=tuple(shares),
-        boxes=boxes,
+        cuts=cuts,
         leaves=tuple(
-            _plan_of(leaf, parts, shares) for leaf, parts in zip(target.leaves, boxes, strict=True)
+            plan_leaf(needed.chunks, _holders(leaf, shares))
+            for leaf, needed in zip(target.leaves, cuts, strict=True)
         ),
     )
 
 
-def _distinct(leaf: TargetLeaf) -> tuple[Box, ...]:
-    return () if leaf.make == "string" else tuple(dict.fromkeys(leaf.boxes().values()))
+def _cuts(leaves: Iterable[TargetLeaf]) -> tuple[Cut, ...]:
+    """How each leaf is cut; leaves that lie alike are cut once."""
+    found: dict[Any, Cut] = {}
+    cuts = []
+    for one in leaves:
+        leaf = one.leaf
+        kind = (one.make == "string", one.sharding, leaf.shape, leaf.chunk_shape)
+        if kind not in found:
+            found[kind] = cut(one.boxes(), leaf.shape, leaf.chunk_shape)
+        cuts.append(found[kind])
+    return tuple(cuts)
 
 
-def _plan_of(leaf: TargetLeaf, parts: Any, shares: Sequence[ShareContents]) -> LeafPlan:
+def _holders(leaf: TargetLeaf, shares: Sequence[ShareContents]) -> list[Set[Chunk]]:
     nothing: Mapping[Chunk, Any] = {}
-    holders = [share.chunks.get(leaf.leaf.name, nothing).keys() for share in shares]
-    return plan_leaf(parts, leaf.leaf.chunk_shape, holders)
+    return [share.chunks.get(leaf.leaf.name, nothing).keys() for share in shares]
 
 
 def read_state(
@@ -147,30 +156,25 @@ class _Reading:
 
     def __init__(self, plan: ReadPlan) -> None:
         self._plan = plan
-        memory = _Memory()
-        self._parts = [
-            {box: memory.take(box_shape(box), leaf.dtype) for box in boxes}
-            for leaf, boxes in zip(plan.target.leaves, plan.boxes, strict=True)
-        ]
-        self._left = [0] * len(self._parts)
-        self.values: list[Any] = [None] * len(self._parts)
+        self._memory = _Memory()
+        self._buffers: list[tuple[np.ndarray[Any, Any], ...]] = [()] * len(plan.cuts)
+        self._left = [len(cut.fills) for cut in plan.cuts]
+        self.values: list[Any] = [None] * len(plan.cuts)
 
-    def tasks(self, context: ts.Context, deadline: Deadline) -> list[ReadTask]:
-        """What is to be read, in the order of the leaves."""
-        reads = [read for index in range(len(self._parts)) for read in self._reads_of(index)]
-        for read in reads:
-            self._left[read.owner] += 1
+    def tasks(self, context: ts.Context, deadline: Deadline) -> Iterator[ReadTask]:
+        """What is to be read, in the order of the leaves; those that are decoded come last."""
         for index, left in enumerate(self._left):
             if not left:
+                self._buffers[index] = self._take(index)
                 self._place(index)
         files = StateFiles(self._plan.shares, context=context, deadline=deadline)
-        plain = [read for read in reads if read.is_plain]
-        others = [read for read in reads if not read.is_plain]
-        stores = _open_stores(self._plan, {r.owner for r in others}, context, deadline)
-        return [
-            *runs_of(plain, files),
-            *(DecodedRead(read, stores[read.owner], deadline) for read in others),
-        ]
+        others = [index for index in range(len(self._left)) if not self._is_plain(index)]
+        stores = _open_stores(self._plan, others, context, deadline)
+        plain = (index for index in range(len(self._left)) if index not in stores)
+        yield from runs_of((read for index in plain for read in self._reads_of(index)), files)
+        for index, store in stores.items():
+            for read in self._reads_of(index):
+                yield DecodedRead(read, store, deadline)
 
     def note(self, reads: Iterable[ChunkRead]) -> None:
         """Notes that these are in."""
@@ -180,30 +184,36 @@ class _Reading:
                 self._place(read.owner)
 
     def _place(self, index: int) -> None:
-        parts, self._parts[index] = self._parts[index], {}
+        buffers, self._buffers[index] = self._buffers[index], ()
+        parts = dict(zip(self._plan.cuts[index].boxes, buffers, strict=True))
         self.values[index] = _value(self._plan, self._plan.target.leaves[index], parts)
+
+    def _is_plain(self, index: int) -> bool:
+        """Whether all that is read of a leaf is stored as it lies in memory."""
+        name, shares = self._plan.target.leaves[index].leaf.name, self._plan.shares
+        used = set(self._plan.leaves[index].sources.values())
+        return all(shares[position].leaves[name].is_plain for position in used)
+
+    def _take(self, index: int) -> tuple[np.ndarray[Any, Any], ...]:
+        dtype = self._plan.target.leaves[index].dtype
+        shapes = self._plan.cuts[index].shapes
+        return tuple([self._memory.take(shape, dtype) for shape in shapes])
 
     def _reads_of(self, index: int) -> Iterator[ChunkRead]:
         """The reads that fill the buffers of one leaf."""
         leaf, sources = self._plan.target.leaves[index], self._plan.leaves[index].sources
-        wanted: dict[Chunk, list[tuple[Box, np.ndarray[Any, Any]]]] = {}
-        for box, buffer in self._parts[index].items():
-            for chunk in chunks_touching(box, leaf.leaf.chunk_shape):
-                part = _overlap(box, _chunk_box(leaf.leaf, chunk))
-                wanted.setdefault(chunk, []).append((part, _view(buffer, _within(part, box))))
-        for chunk, targets in wanted.items():
-            box = _chunk_box(leaf.leaf, chunk)
-            (part, view), *others = targets
-            alone = not others and part == box and view.flags.c_contiguous
+        buffers = self._buffers[index] = self._take(index)
+        for fill in self._plan.cuts[index].fills:
+            views = [(_view(buffers[box], part), within) for box, part, within in fill.targets]
             yield ChunkRead(
                 owner=index,
                 name=leaf.leaf.name,
-                chunk=chunk,
-                box=box,
-                share=self._plan.shares[sources[chunk]],
+                chunk=fill.chunk,
+                box=fill.box,
+                share=self._plan.shares[sources[fill.chunk]],
                 dtype=np.dtype(leaf.dtype),
-                whole=view if alone else None,
-                copies=() if alone else tuple((v, _within(p, box)) for p, v in targets),
+                whole=views[0][0] if fill.is_straight else None,
+                copies=() if fill.is_straight else tuple(views),
             )
 
 
@@ -220,22 +230,17 @@ class _Memory:
     """
 
     def __init__(self) -> None:
-        self._block = np.empty(0, np.uint8)
+        self._block, self._used = np.empty(0, np.uint8), 0
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
         """An array whose memory is not there before something is written to it."""
         size = math.prod(shape) * np.dtype(dtype).itemsize
         if size > _BLOCK_BYTES // 4:
-            memory = _aligned(size)
-        else:
-            if self._block.nbytes < size:
-                self._block = _aligned(_BLOCK_BYTES)
-            memory, self._block = (
-                self._block[:size],
-                self._block[-(-size // _ALIGNMENT) * _ALIGNMENT :],
-            )
-        array: np.ndarray[Any, Any] = memory.view(dtype).reshape(shape)
-        return array
+            return np.ndarray(shape, dtype, _aligned(size))
+        if self._used + size > self._block.nbytes:
+            self._block, self._used = _aligned(_BLOCK_BYTES), 0
+        start, self._used = self._used, self._used + -(-size // _ALIGNMENT) * _ALIGNMENT
+        return np.ndarray(shape, dtype, self._block, start)
 
 
 def _aligned(size: int) -> np.ndarray[Any, Any]:
@@ -248,26 +253,6 @@ def _view(buffer: np.ndarray[Any, Any], part: tuple[slice, ...]) -> Any:
     """A part of a buffer, without copying; also of one without dimensions."""
     index: Any = (*part, ...)
     return buffer[index]
-
-
-def _chunk_box(leaf: Leaf, chunk: Chunk) -> Box:
-    """The elements of a chunk; the last one along a dimension may be cut by the array's end."""
-    return tuple(
-        (index * size, min((index + 1) * size, end))
-        for index, size, end in zip(chunk, leaf.chunk_shape, leaf.shape, strict=True)
-    )
-
-
-def _overlap(one: Box, other: Box) -> Box:
-    return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-
-
-def _within(part: Box, whole: Box) -> tuple[slice, ...]:
-    """Where `part` lies in a buffer that holds `whole`."""
-    return tuple(
-        slice(start - origin, stop - origin)
-        for (start, stop), (origin, _) in zip(part, whole, strict=True)
-    )
 
 
 def _open_stores(

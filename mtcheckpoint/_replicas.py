@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from mtcheckpoint._restore import Chunk
 from mtcheckpoint._shares.seal import Seal, Summary, digest_of
 
 __all__ = ["leaf_digests", "uneven_groups", "unequal_leaves", "unequal_twins"]
@@ -15,15 +16,18 @@ def unequal_leaves(seals: Mapping[int, Seal]) -> set[tuple[str, tuple[int, ...]]
     Args:
         seals: of one save, by rank.
     """
-    holders: dict[tuple[str, tuple[int, ...]], dict[str, list[int]]] = {}
-    for rank, seal in seals.items():
+    first: dict[str, dict[Chunk, str]] = {}
+    unequal: set[tuple[str, Chunk]] = set()
+    # A rank's own chunks are all different ones: one alone has nothing to be compared with.
+    for seal in seals.values() if len(seals) > 1 else ():
         for name, chunks in seal.chunks.items():
+            known = first.setdefault(name, {})
             for chunk, (_, checksum) in chunks.items():
-                holders.setdefault((name, chunk), {}).setdefault(checksum, []).append(rank)
+                if known.setdefault(chunk, checksum) != checksum:
+                    unequal.add((name, chunk))
     return {
-        (name, tuple(sorted(rank for ranks in found.values() for rank in ranks)))
-        for (name, _), found in holders.items()
-        if len(found) > 1
+        (name, tuple(sorted(r for r, s in seals.items() if chunk in s.chunks.get(name, ()))))
+        for name, chunk in unequal
     }
 
 

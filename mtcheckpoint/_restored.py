@@ -82,7 +82,8 @@ class Candidate:
         source: where it lies, for people.
         arrived_from: the tier that this process's shares came from before this restore.
         own_rank: the rank whose share this process needs if nothing has changed.
-        own: shares in this process's volume, by the rank that wrote them.
+        own: finds the shares in this process's volume, by the rank that wrote them, and holds them
+            fast.
         served: whether the processes serve their own shares to each other.
         gone: ranks whose shares are known to be nowhere.
         backup: finds the places of all shares in a backup, by rank; None in memory.
@@ -93,7 +94,7 @@ class Candidate:
     source: str
     arrived_from: Tier
     own_rank: int
-    own: Mapping[int, LocalPlace] = dataclasses.field(default_factory=dict)
+    own: Callable[[], Mapping[int, LocalPlace]] = dict
     served: bool = False
     gone: tuple[int, ...] = ()
     backup: Callable[[], Mapping[int, Place]] | None = None

@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,9 +19,9 @@ import jax
 from mtcheckpoint import _events
 from mtcheckpoint._clock import Deadline, run_within
 from mtcheckpoint._coordination import Coordinator
+from mtcheckpoint._garbage import collection_put_off
 from mtcheckpoint._reader import ReadPlan, read_state, tensorstore_context
 from mtcheckpoint._replicas import leaf_digests, unequal_leaves, unequal_twins, uneven_groups
-from mtcheckpoint._restore import box_shape
 from mtcheckpoint._restored import Candidate, PassedOver, Request, RestoredState, RestoreReport
 from mtcheckpoint._shares.contents import is_unreadable, read_extras
 from mtcheckpoint._shares.identity import decode_extras
@@ -28,7 +30,6 @@ from mtcheckpoint._shares.places import LocalPlace, PeerPlace, Place, Tier, fart
 from mtcheckpoint._shares.seal import Verify
 from mtcheckpoint._sources import SaveSummary, Sources
 from mtcheckpoint.errors import (
-    MtCheckpointError,
     RestoreError,
     ShareError,
     StructureMismatchError,
@@ -42,6 +43,9 @@ _T = TypeVar("_T")
 
 # A bad copy is found while reading; each round leaves out those that were found.
 _READ_ROUNDS = 4
+
+# A state, and the extras of all processes of the save.
+_Found = tuple[Any, tuple[Mapping[str, Any], ...]]
 
 
 class Restorer:
@@ -118,7 +122,8 @@ class Restorer:
                 passed_over.append(candidate)
                 continue
             attempt = _Attempt(self, candidate, request, dict(seconds))
-            restored = attempt.run(tuple(passed_over))
+            with collection_put_off():
+                restored = attempt.run(tuple(passed_over))
             if restored is not None:
                 return restored
             passed_over.append(attempt.passed_over())
@@ -143,43 +148,51 @@ class _Attempt:
         self._request = request
         self._seconds = seconds
         self._faults: Mapping[int, str] = {}
+        # What each process has told of bad copies, in a strict restore.
+        self._bad: Sequence[Sequence[str]] = ()
         self._notes: list[str] = []
+        self._own: Mapping[int, LocalPlace] = {}
         self._save: SaveSummary | None = None
         self._sources = self._sources_of({})
 
     def run(self, passed_over: tuple[PassedOver, ...]) -> RestoredState | None:
         """The restored state, or None when the candidate is not whole on some process."""
         with self._timed("open"):
-            self._together("open", self._open_near)
+            _, opened = self._together("open", self._open_near, lambda _: self._told_of_opened())
         if self._faults:  # of any process: all go the same way
             self._raise_if_strict()
             return None
-        if not self._is_one_save():
+        token = opened[0][1]
+        if not self._is_one_save([save_ids for save_ids, _ in opened]):
             return None
         with self._timed("plan"):
-            plan = self._together("plan", self._plan_near)
+            plan, lacking = self._together("plan", self._plan_near, self._lacking)
         self._raise_if_strict()
-        short = plan is None or bool(plan.missing)
-        if not any(self._coordinator.gather("restore/short", short)):
+        if not self._faults and not any(text is not None for text in lacking):
             restored = self._read(plan, passed_over)
             if restored is not None:
                 return restored
         elif not self._candidate.served:
-            self._missing_anywhere(plan)
+            self._add_faults(lacking)
             return None
-        return self._run_with_others(passed_over) if self._candidate.served else None
+        return self._run_with_others(token, passed_over) if self._candidate.served else None
 
     def _raise_if_strict(self) -> None:
-        """Raises on all processes when any of them has found a bad copy, if that is wished for."""
+        """Raises on all processes when one has told of a bad copy, if that is wished for."""
         if not self._request.strict:
             return
-        own = [*self._notes, *self._sources.faults, *self._faults.values()]
-        told = self._coordinator.gather("restore/strict", list(dict.fromkeys(own)))
-        bad = {process: "; ".join(texts) for process, texts in enumerate(told) if texts}
+        bad = {process: "; ".join(texts) for process, texts in enumerate(self._bad) if texts}
         if bad:
             names = self._coordinator.names(bad)
             listed = "; ".join(f"{n}: {text}" for n, text in zip(names, bad.values(), strict=True))
             raise _bad_copy(self._candidate.step, self._candidate.source, listed)
+
+    def _own_bad(self, fault: str | None) -> list[str]:
+        """What this process tells the others of bad copies; only a strict restore asks for it."""
+        if not self._request.strict:
+            return []
+        own = [*self._notes, *self._sources.faults, *([fault] if fault else ())]
+        return list(dict.fromkeys(own))
 
     def passed_over(self) -> PassedOver:
         names = self._coordinator.names(self._faults)
@@ -198,7 +211,8 @@ class _Attempt:
     # What is near: the own volume, or the backup, which is the same for all. On an unchanged
     # topology the own share holds all that this process needs.
 
-    def _open_near(self) -> bool:
+    def _open_near(self) -> None:
+        self._own = self._candidate.own()
         if self._candidate.fault is not None:
             self._notes.append(self._candidate.fault)
         elif self._candidate.backup is not None:
@@ -206,18 +220,15 @@ class _Attempt:
                 {rank: [place] for rank, place in self._candidate.backup().items()}
             )
         else:
-            self._sources = self._sources_of(
-                {rank: [place] for rank, place in self._candidate.own.items()}
-            )
+            self._sources = self._sources_of({rank: [place] for rank, place in self._own.items()})
         self._sources.open_preferred()
-        return True
 
     def _sources_of(self, places: Mapping[int, Sequence[Place]]) -> Sources:
         own = self._candidate.own_rank
         known = self._r.is_known_to_be_bad
         return Sources(
             {rank: [p for p in copies if not known(p)] for rank, copies in places.items()},
-            preferred_ranks=[own] if own in places else sorted(self._candidate.own),
+            preferred_ranks=[own] if own in places else sorted(self._own),
             turn=self._coordinator.process,
             context=self._r.context,
             verify=self._r.verify,
@@ -227,16 +238,18 @@ class _Attempt:
             bad_places=self._r.bad_places,
         )
 
-    def _is_one_save(self) -> bool:
-        """True when the shares that could be opened are of one save."""
-        step = self._candidate.step
+    def _told_of_opened(self) -> tuple[list[str], str | None]:
+        """The saves that the opened shares are of; from process 0, the token of this attempt."""
         # A share of an earlier step with the same content names that step: not a fault.
         ids = {
             share.identity.save_id
             for share in self._sources.opened
-            if share.identity is not None and share.identity.step == step
+            if share.identity is not None and share.identity.step == self._candidate.step
         }
-        told = self._coordinator.gather("restore/save", sorted(ids))
+        return sorted(ids), secrets.token_urlsafe(32) if self._coordinator.is_leader else None
+
+    def _is_one_save(self, told: Sequence[Sequence[str]]) -> bool:
+        """True when the shares that could be opened are of one save."""
         if len({save_id for found in told for save_id in found}) <= 1:
             self._keep_only_its_shares(all(told))
             return True
@@ -276,23 +289,26 @@ class _Attempt:
 
     # All shares in memory, wherever they lie.
 
-    def _run_with_others(self, passed_over: tuple[PassedOver, ...]) -> RestoredState | None:
+    def _run_with_others(
+        self, token: str, passed_over: tuple[PassedOver, ...]
+    ) -> RestoredState | None:
         self._notes += self._sources.faults
         self._faults = {}
-        with self._serving() as peers, self._timed("open_others"):
+        with self._serving(token) as peers, self._timed("open_others"):
             self._sources = self._sources_of(self._with_peers(peers))
-            plan = self._together("plan with others", self._plan)
+            plan, lacking = self._together("plan with others", self._plan, self._lacking)
             self._raise_if_strict()
-            if self._faults or self._missing_anywhere(plan):
-                return None
-            return self._read(plan, passed_over)
+            self._add_faults(lacking)
+            return None if self._faults else self._read(plan, passed_over)
 
     @contextlib.contextmanager
-    def _serving(self) -> Iterator[Mapping[int, Sequence[Place]]]:
-        """Serves this process's shares to the others; yields theirs. Stops when all are done."""
+    def _serving(self, token: str) -> Iterator[Mapping[int, Sequence[Place]]]:
+        """Serves this process's shares to the others; yields theirs.
+
+        What is done meanwhile must end with a round, so that nobody reads any more.
+        """
         here, processes = self._coordinator.process, self._coordinator.processes
-        token = self._coordinator.decide("restore/token", None, lambda _: secrets.token_urlsafe(32))
-        shares = {str(rank): place.path for rank, place in self._candidate.own.items()}
+        shares = {str(rank): place.path for rank, place in self._own.items()}
         with ShareServer(shares, token=token, host=self._r.address) as server:
             told = self._coordinator.gather("restore/servers", [server.url, sorted(shares)])
             peers: dict[int, list[Place]] = {}
@@ -303,25 +319,28 @@ class _Attempt:
                     place = PeerPlace(f"{url}/{name}", token, self._r.timeout_secs)
                     peers.setdefault(int(name), []).append(place)
             yield peers
-            self._coordinator.gather("restore/served", None)
 
     def _with_peers(self, peers: Mapping[int, Sequence[Place]]) -> dict[int, list[Place]]:
         places: dict[int, list[Place]] = {}
         if self._candidate.fault is None:
-            places = {rank: [place] for rank, place in self._candidate.own.items()}
+            places = {rank: [place] for rank, place in self._own.items()}
         for rank, copies in peers.items():
             places.setdefault(rank, []).extend(copies)
         return places
 
-    def _missing_anywhere(self, plan: ReadPlan | None) -> bool:
-        text = "" if plan is None else _missing_text(plan)
+    def _lacking(self, plan: ReadPlan | None) -> str | None:
+        """None when a plan has all; otherwise what it lacks, empty when there is no plan."""
+        if plan is None:
+            return ""
+        text = _missing_text(plan)
         notes = dict.fromkeys((*self._notes, *self._sources.faults))
         if text and notes:
             text += f" ({'; '.join(notes)})"
-        told = self._coordinator.gather("restore/missing", text)
+        return text or None
+
+    def _add_faults(self, told: Sequence[str | None]) -> None:
         missing = {process: text for process, text in enumerate(told) if text}
         self._faults = {**self._faults, **missing}
-        return bool(missing)
 
     # Reading.
 
@@ -330,19 +349,22 @@ class _Attempt:
     ) -> RestoredState | None:
         """Reads; where a copy turns out to be bad, from another one, as long as there are any."""
         assert plan is not None
-        found: tuple[Any, tuple[Mapping[str, Any], ...]] | None = None
+        found: _Found | None = None
         with self._timed("read"):
             for _ in range(_READ_ROUNDS):
                 fault, unread = "", False
                 if found is None:
                     found, fault, unread = self._try_to_read(plan)
                 again = bool(fault) and self._sources.drop(fault)
-                told = self._gather_slow("read", [fault, again, unread])
+                whole = self._told_of_whole(plan) if found is not None else None
+                told = self._gather_slow(
+                    "read", [fault, again, unread, self._own_bad(fault), whole]
+                )
                 faults = {p: text for p, (text, *_) in enumerate(told) if text}
-                self._faults = faults
-                self._raise_if_unread([p for p, (*_, unread) in enumerate(told) if unread])
+                self._faults, self._bad = faults, [bad for *_, bad, _ in told]
+                self._raise_if_unread([p for p, (_, _, unread, *_) in enumerate(told) if unread])
                 self._raise_if_strict()
-                if not faults or not all(again for text, again, _ in told if text):
+                if not faults or not all(again for text, again, *_ in told if text):
                     break
                 plan = self._plan_again(plan, changed=bool(fault))
                 if plan is None:
@@ -350,19 +372,28 @@ class _Attempt:
                 self._faults = faults  # until all was read after all
         if self._faults or found is None or plan is None:
             return None
-        return self._restored(plan, *found, passed_over)
+        return self._restored(plan, found, passed_over, [whole for *_, whole in told])
 
     def _plan_again(self, plan: ReadPlan, *, changed: bool) -> ReadPlan | None:
         """The plan without the copies that were dropped; None on all when one process has none."""
         self._faults = {}
-        again = self._together(
-            "plan again", self._plan if changed else functools.partial(_same, plan)
-        )
-        return None if self._faults or self._missing_anywhere(again) else again
+        attempt = self._plan if changed else functools.partial(_same, plan)
+        again, lacking = self._together("plan again", attempt, self._lacking)
+        self._add_faults(lacking)
+        return None if self._faults else again
 
-    def _try_to_read(
-        self, plan: ReadPlan
-    ) -> tuple[tuple[Any, tuple[Mapping[str, Any], ...]] | None, str, bool]:
+    def _told_of_whole(self, plan: ReadPlan) -> tuple[Tier, list[Any], bool]:
+        """What the others are told of a state that was read: the farthest tier that it came from,
+        leaves that differ between the shares that were opened, and whether replicas do.
+        """
+        tier = farthest([self._candidate.arrived_from, *_bytes_by_tier(plan)])
+        unequal = unequal_leaves(self._sources.seals(self._candidate.step))
+        return tier, sorted(unequal), bool(self._uneven_groups())
+
+    def _uneven_groups(self) -> list[tuple[int, ...]]:
+        return uneven_groups(self._save.ranks) if self._save is not None else []
+
+    def _try_to_read(self, plan: ReadPlan) -> tuple[_Found | None, str, bool]:
         """State and extras, or what is wrong, and whether that is only that nothing could be read.
 
         Memory that cannot be read is as good as lost. Of a backup it means that nobody knows
@@ -400,20 +431,19 @@ class _Attempt:
     def _restored(
         self,
         plan: ReadPlan,
-        state: Any,
-        extras: tuple[Mapping[str, Any], ...],
+        found: _Found,
         passed_over: tuple[PassedOver, ...],
+        told: Sequence[tuple[Tier, list[Any], bool]],
     ) -> RestoredState:
-        amounts = _bytes_by_tier(plan)
-        here = farthest([self._candidate.arrived_from, *amounts])
+        state, extras = found
         restored = RestoredState(
             step=self._candidate.step,
             state=state,
-            tier=farthest(list(self._coordinator.gather("restore/tier", here))),
+            tier=farthest([tier for tier, *_ in told]),
             extras=extras,
             report=RestoreReport(
                 seconds=self._seconds,
-                bytes_by_tier=amounts,
+                bytes_by_tier=_bytes_by_tier(plan),
                 passed_over=passed_over,
                 left_out=(*self._notes, *self._sources.faults),
                 unverified=tuple(
@@ -421,7 +451,7 @@ class _Attempt:
                     for share in sorted(plan.used)
                     if plan.shares[share].seal is None
                 ),
-                unequal_replicas=self._unequal_replicas(),
+                unequal_replicas=self._unequal_replicas(told),
             ),
         )
         _events.happened(
@@ -433,22 +463,11 @@ class _Attempt:
         )
         return restored
 
-    def _unequal_replicas(self) -> tuple[str, ...]:
+    def _unequal_replicas(self, told: Sequence[tuple[Tier, list[Any], bool]]) -> tuple[str, ...]:
         """Compares what ranks have saved of the same parts; the same answer on all processes."""
-        seals = self._sources.seals(self._candidate.step)
-        groups = uneven_groups(self._save.ranks) if self._save is not None else []
-        local = [[name, ranks] for name, ranks in sorted(unequal_leaves(seals))]
-        told = self._coordinator.gather("restore/replicas", [local, bool(groups)])
-        found = {(name, tuple(ranks)) for leaves, _ in told for name, ranks in leaves}
-        if any(uneven for _, uneven in told):
-            concerned = {rank for group in groups for rank in group} & seals.keys()
-            told = self._coordinator.gather(
-                "restore/twins",
-                [groups, {str(rank): leaf_digests(seals[rank]) for rank in concerned}],
-            )
-            leaves = {int(rank): known for _, by_rank in told for rank, known in by_rank.items()}
-            all_groups = {tuple(group) for known, _ in told for group in known}
-            found |= unequal_twins(all_groups, leaves)
+        found = {(name, tuple(ranks)) for _, leaves, _ in told for name, ranks in leaves}
+        if any(uneven for *_, uneven in told):
+            found |= self._unequal_twins()
         texts = tuple(
             f"leaf {name!r}: ranks {', '.join(map(str, ranks))} differ"
             for name, ranks in sorted(found)
@@ -456,6 +475,15 @@ class _Attempt:
         if texts:
             _events.happened("restore/unequal_replicas", level=logging.WARNING, leaves=texts)
         return texts
+
+    def _unequal_twins(self) -> set[tuple[str, tuple[int, ...]]]:
+        seals, groups = self._sources.seals(self._candidate.step), self._uneven_groups()
+        concerned = {rank for group in groups for rank in group} & seals.keys()
+        told = self._coordinator.gather(
+            "restore/twins", [groups, {str(rank): leaf_digests(seals[rank]) for rank in concerned}]
+        )
+        leaves = {int(rank): known for _, by_rank in told for rank, known in by_rank.items()}
+        return unequal_twins({tuple(group) for known, _ in told for group in known}, leaves)
 
     def _extras(self, plan: ReadPlan) -> tuple[Mapping[str, Any], ...]:
         """The extras of this step; a share with the content of an earlier step has older ones."""
@@ -468,29 +496,37 @@ class _Attempt:
 
     # Acting together.
 
-    def _together(self, topic: str, attempt: Callable[[], _T]) -> _T | None:
-        """Runs `attempt` on all processes; None, and `_faults` set, when the candidate is bad.
+    def _together(
+        self, topic: str, attempt: Callable[[], _T], tell: Callable[[_T], Any]
+    ) -> tuple[_T | None, list[Any]]:
+        """Runs `attempt` on all processes.
 
         What is not the candidate's fault is raised on all: a request that does not fit, a place
         that cannot be read.
+
+        Returns:
+            The own result, and what each process tells of its own: None for those where the
+            candidate is bad, which are in `_faults` then.
         """
-        result, fault = None, None
-        raised: MtCheckpointError | None = None
+        result, told, fault = None, None, None
+        raised: Exception | None = None
         try:
             result = attempt()
+            told = tell(result)
         except ShareError as error:
             fault = str(error)
-        except MtCheckpointError as error:
+        except Exception as error:  # the others must not wait for this process
             raised = error
         kind = type(raised).__name__ if raised else ""
-        told = self._gather_slow(topic, [fault, kind, str(raised) if raised else ""])
+        reports = self._gather_slow(
+            topic, [fault, kind, str(raised) if raised else "", self._own_bad(fault), told]
+        )
         if raised is not None:
             raise raised
-        self._raise_alike(topic, told)
-        faults = {process: text for process, (text, _, _) in enumerate(told) if text}
-        if faults:
-            self._faults = {**self._faults, **faults}
-        return result
+        self._raise_alike(topic, reports)
+        self._bad = [bad for *_, bad, _ in reports]
+        self._add_faults([fault for fault, *_ in reports])
+        return result, [told for *_, told in reports]
 
     def _gather_slow(self, topic: str, value: Any) -> tuple[Any, ...]:
         """Gathers after work that may have taken its whole limit on one process, and not on others.
@@ -501,7 +537,7 @@ class _Attempt:
         return self._coordinator.gather(f"restore/{topic}", value, timeout_secs=limit)
 
     def _raise_alike(self, topic: str, told: Sequence[Sequence[Any]]) -> None:
-        failed = [process for process, (_, kind, _) in enumerate(told) if kind]
+        failed = [process for process, (_, kind, *_) in enumerate(told) if kind]
         if not failed:
             return
         first = failed[0]
@@ -558,11 +594,8 @@ def _bytes_by_tier(plan: ReadPlan) -> dict[Tier, int]:
     for leaf, sources in zip(plan.target.leaves, plan.leaves, strict=True):
         if leaf.dtype is None:
             continue
-        box = tuple((0, size) for size in leaf.leaf.chunk_shape)
-        chunk_bytes = int(leaf.dtype.itemsize)
-        for extent in box_shape(box):
-            chunk_bytes *= extent
-        for share in sources.sources.values():
+        chunk_bytes = math.prod(leaf.leaf.chunk_shape) * leaf.dtype.itemsize
+        for share, chunks in Counter(sources.sources.values()).items():
             tier = plan.shares[share].place.tier
-            amounts[tier] = amounts.get(tier, 0) + chunk_bytes
+            amounts[tier] = amounts.get(tier, 0) + chunks * chunk_bytes
     return amounts

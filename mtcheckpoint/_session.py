@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from mtcheckpoint._choice import Choice, Save, VolumeSummary, choose
 from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._described import Description, describe_step
 from mtcheckpoint._handshake import client, files
-from mtcheckpoint._preflight import check_before_first_step
+from mtcheckpoint._preflight import check_before_first_step, warn_of_clocks
 from mtcheckpoint._restored import Candidate, PassedOver
 from mtcheckpoint._shares import condemned
 from mtcheckpoint._shares.backups import Backup
@@ -125,9 +125,9 @@ class Session:
         """
         if saved_since:
             self._choice = None
-        choice = self._look()
-        yield from self._notes
         backups = BackupList(self._config, self._coordinator)
+        choice = self._look(backups)
+        yield from self._notes
         for position, save in enumerate(choice.saves):
             while (backup := backups.newer_than(save.step)) is not None:
                 yield from self._in_backup(backups, *backup, step)
@@ -251,20 +251,31 @@ class Session:
         )
         return found
 
-    def _look(self) -> Choice:
+    def _look(self, backups: BackupList | None = None) -> Choice:
+        """What memory holds, agreed on once; in the same round, the names of the backups."""
         if self._choice is None:
             begun = time.monotonic()
+            together_at = None
             if self._inventory is None:
                 check_before_first_step(self._config, self._coordinator)
+                together_at = time.time()  # all return from that at about the same moment
             else:
                 self._coordinator.agree(
                     "look at the volume", lambda: client.check_volume(self._volume)
                 )
             self._inventory = self._usable_shares(before_handshake=self._answer is None)
-            self._choice = Choice.from_json(
-                self._coordinator.decide("restore/inventory", self._summary(), self._chosen)
+            notes = [self._unsafe_step(), self._inventory.damaged, self._condemned]
+            choice, told, names = self._coordinator.decide(
+                "restore/inventory",
+                [together_at, self._summary(), notes],
+                lambda told: [*self._chosen(told), backups.names() if backups else None],
+                # As long as process 0 may wait for the backups' names.
+                timeout_secs=2 * self._config.timeout_secs if backups else None,
             )
-            self._notes = self._noted(self._choice)
+            if backups is not None:
+                backups.take_names(names)
+            self._choice = Choice.from_json(choice)
+            self._notes = self._noted(self._choice, {int(p): note for p, note in told.items()})
             self.seconds["inventory"] = time.monotonic() - begun
         return self._choice
 
@@ -278,21 +289,23 @@ class Session:
             digests=tuple(sorted(found.digests)),
         ).to_json()
 
-    def _chosen(self, summaries: tuple[Any, ...]) -> dict[str, Any]:
-        return choose(
+    def _chosen(self, told: tuple[Any, ...]) -> tuple[dict[str, Any], dict[int, Any]]:
+        """Process 0: what is in memory, and the notes of the processes that have any."""
+        times, summaries, notes = zip(*told, strict=True)
+        if None not in times:
+            warn_of_clocks(times, self._coordinator.names)
+        choice = choose(
             [VolumeSummary.from_json(summary) for summary in summaries],
             nodes=self._topology.nodes,
             replicas=self._topology.data_parallelism,
             offers=self._config.enable_replicator,
-        ).to_json()
-
-    def _noted(self, choice: Choice) -> tuple[PassedOver, ...]:
-        """What was in memory and cannot be restored: damaged shares, and a step that is lost."""
-        assert self._inventory is not None
-        told = self._coordinator.gather(
-            "restore/notes", [self._unsafe_step(), self._inventory.damaged, self._condemned]
         )
-        concerned = {process: entry[1:] for process, entry in enumerate(told) if any(entry[1:])}
+        noted = {process: note for process, note in enumerate(notes) if note != [None, [], []]}
+        return choice.to_json(), noted
+
+    def _noted(self, choice: Choice, told: Mapping[int, Any]) -> tuple[PassedOver, ...]:
+        """What was in memory and cannot be restored: damaged shares, and a step that is lost."""
+        concerned = {process: entry[1:] for process, entry in told.items() if any(entry[1:])}
         notes = []
         names = self._coordinator.names(concerned)
         for name, (bad, known) in zip(names, concerned.values(), strict=True):
@@ -302,7 +315,7 @@ class Session:
                 notes.append(PassedOver(step=None, source=source, reason=text, damaged=True))
             if known:
                 notes.append(PassedOver(step=None, source=source, reason="; ".join(known)))
-        lost = max((step for step, *_ in told if step is not None), default=None)
+        lost = max((step for step, *_ in told.values() if step is not None), default=None)
         if lost is not None and not any(s.step >= lost and not s.gone for s in choice.saves):
             reason = "an earlier run read it from memory and ended before it had saved it again"
             notes.append(PassedOver(step=lost, source=_MEMORY, reason=reason))
@@ -402,20 +415,19 @@ class Session:
             source=_MEMORY,
             arrived_from=answer.arrived_from,
             own_rank=rank,
-            own=own,
+            own=lambda: own,
             served=True,
             fault=fault,
         )
 
     def _in_memory(self, save: Save) -> Candidate:
-        """A save as it lies in the volumes now, held fast while it is read."""
-        held = self._coordinator.agree("hold shares", lambda: self._hold(save))
+        """A save as it lies in the volumes when it is opened, held fast while it is read."""
         return Candidate(
             step=save.step,
             source=_MEMORY,
             arrived_from="local",
             own_rank=self._topology.node_rank,
-            own={share.node_rank: LocalPlace(share.path) for share in held},
+            own=lambda: {s.node_rank: LocalPlace(s.path) for s in self._hold(save)},
             served=True,
             gone=save.gone,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -45,13 +46,15 @@ class TargetLeaf:
     key_implementation: str | None = None
     cast_to: np.dtype[Any] | None = None
 
-    def boxes(self) -> dict[jax.Device | None, Box]:
-        """The part that each device of this process needs; host values need all of it."""
+    def boxes(self) -> tuple[Box, ...]:
+        """The distinct parts that the devices of this process need; host values need all of it."""
         shape = self.leaf.shape
+        if self.make == "string":
+            return ()
         if self.sharding is None:
-            return {None: tuple((0, size) for size in shape)}
+            return (tuple((0, size) for size in shape),)
         placed = self.sharding.addressable_devices_indices_map(shape)
-        return {device: box_of(index, shape) for device, index in placed.items()}
+        return tuple(dict.fromkeys(box_of(index, shape) for index in placed.values()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,26 +163,34 @@ def _described(wanted: Any) -> str:
 
 
 def _is_key_dtype(dtype: Any) -> bool:
-    return dtype is not None and bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+    if dtype is None or isinstance(dtype, np.dtype):  # most are
+        return False
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def _fault(leaf: Leaf, wanted: Any, cast: Cast) -> str | None:
     """Why a leaf cannot be what is asked for."""
     if wanted is None:
         return None
-    expected, found = f"asked for {_described(wanted)}", f"saved as {_saved(leaf)}"
+    hint = _difference(leaf, wanted, cast)
+    if hint is None:
+        return None
+    return f"{leaf.name}: asked for {_described(wanted)}, saved as {_saved(leaf)}{hint}"
+
+
+def _difference(leaf: Leaf, wanted: Any, cast: Cast) -> str | None:
+    """What to add to the message about a leaf that differs; None when it does not."""
     if isinstance(wanted, str) != (leaf.value_type == "string"):
-        return f"{leaf.name}: {expected}, {found}"
+        return ""
     shape, dtype = getattr(wanted, "shape", None), getattr(wanted, "dtype", None)
     is_key = _is_key_dtype(dtype)
     saved_shape = leaf.shape[:-1] if is_key else leaf.shape
     if shape is not None and tuple(shape) != saved_shape:
-        return f"{leaf.name}: {expected}, {found}"
-    if isinstance(wanted, bool | int | float | complex) and leaf.shape:
-        return f"{leaf.name}: {expected}, {found}"
+        return ""
+    if leaf.shape and isinstance(wanted, bool | int | float | complex):
+        return ""
     if dtype is not None and not _same_dtype(leaf, dtype, is_key):
-        hint = _cast_fault(leaf, dtype, is_key, cast)
-        return f"{leaf.name}: {expected}, {found}{hint}" if hint is not None else None
+        return _cast_fault(leaf, dtype, is_key, cast)
     return None
 
 
@@ -202,7 +213,12 @@ def _same_dtype(leaf: Leaf, dtype: Any, is_key: bool) -> bool:
 
 
 def _dtype(leaf: Leaf) -> np.dtype[Any]:
-    return np.dtype(getattr(jnp, leaf.dtype, leaf.dtype))
+    return _dtype_named(leaf.dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _dtype_named(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(jnp, name, name))
 
 
 def _target_leaf(leaf: Leaf, wanted: Any, mesh: jax.sharding.Mesh) -> TargetLeaf:

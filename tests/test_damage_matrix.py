@@ -152,11 +152,11 @@ def candidates(root: Path, tier: str) -> Iterator[Callable[[], list[Candidate]]]
         older = {rank: LocalPlace(share(root, rank, OLD)) for rank in (0, VICTIM)}
         newer = {rank: LocalPlace(path) for rank, path in enumerate(named.values())}
         common: dict[str, Any] = {"arrived_from": "local", "own_rank": VICTIM}
-        new = Candidate(step=NEW, source=tier, own=newer, served=True, **common)
+        new = Candidate(step=NEW, source=tier, own=lambda: newer, served=True, **common)
         if tier != "local":
             far = lambda: {rank: place(rank) for rank in (0, VICTIM)}  # noqa: E731
-            new = dataclasses.replace(new, own={}, served=False, backup=far)
-        yield lambda: [new, Candidate(step=OLD, source="older", own=older, **common)]
+            new = dataclasses.replace(new, own=dict, served=False, backup=far)
+        yield lambda: [new, Candidate(step=OLD, source="older", own=lambda: older, **common)]
 
 
 def restore(found: list[Candidate], verify: Any = "full") -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
@@ -16,7 +15,7 @@ from typing import Any
 import tensorstore as ts
 
 from mtcheckpoint._clock import Deadline
-from mtcheckpoint._restore import Chunk
+from mtcheckpoint._restore import Chunk, chunk_at
 from mtcheckpoint._shares.identity import STATE_ITEM
 from mtcheckpoint._shares.ocdbt import Stored
 from mtcheckpoint._shares.places import Place
@@ -33,11 +32,11 @@ class ArrayIndex:
     """What an index says.
 
     Attributes:
-        metadata: zarr's description of each array, by leaf name.
+        metadata: the text of zarr's description of each array, by leaf name.
         chunks: where each chunk lies, or what it is, by leaf name.
     """
 
-    metadata: Mapping[str, Mapping[str, Any]]
+    metadata: Mapping[str, bytes]
     chunks: Mapping[str, Mapping[Chunk, Stored | bytes]]
 
 
@@ -54,20 +53,32 @@ def read_index(place: Place, context: ts.Context, deadline: Deadline) -> ArrayIn
         ValueError, LookupError, TypeError, RecursionError: it is damaged, or cannot be read.
     """
     files = _result(state_files(place, context), deadline)
-    values = dict(_entries(files, context, deadline))
-    texts = {key: value for key, value in values.items() if key.endswith(_METADATA)}
+    texts: dict[str, Stored | bytes] = {}
+    chunks: dict[str, dict[Chunk, Stored | bytes]] = {}
+    for key, value in _entries(files, context, deadline):
+        name, chunk_separator, position = key.rpartition("/c")
+        if key.endswith(_METADATA):
+            texts[key.removesuffix(_METADATA)] = value
+        elif chunk_separator and position[:1] in ("", "/"):
+            chunks.setdefault(name, {})[chunk_at(position)] = value
+    return ArrayIndex(
+        metadata=dict(_texts(files, texts, deadline)),
+        chunks={name: chunks.get(name, {}) for name in texts},
+    )
+
+
+def _texts(
+    files: Any, found: Mapping[str, Stored | bytes], deadline: Deadline
+) -> Iterator[tuple[str, bytes]]:
+    """Small values: those that do not lie in the index are all asked for at once."""
     reads = {
-        key: files.read(value.file, byte_range=slice(value.offset, value.offset + value.length))
-        for key, value in texts.items()
+        name: files.read(value.file, byte_range=slice(value.offset, value.offset + value.length))
+        for name, value in found.items()
         if isinstance(value, Stored)
     }
-    metadata = {
-        key.removesuffix(_METADATA): json.loads(
-            text if isinstance(text, bytes) else _result(reads[key], deadline).value
-        )
-        for key, text in texts.items()
-    }
-    return ArrayIndex(metadata=metadata, chunks=_chunks(values, metadata))
+    for name, value in found.items():
+        text = value if isinstance(value, bytes) else _result(reads[name], deadline).value
+        yield name, text
 
 
 def _entries(
@@ -107,17 +118,6 @@ def _file(base: str, path: str) -> str:
     if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\0" in file:
         raise ValueError(f"its index of arrays points out of it: {file[:200]!r}")
     return file
-
-
-def _chunks(
-    values: Mapping[str, Stored | bytes], arrays: Mapping[str, Any]
-) -> dict[str, dict[Chunk, Stored | bytes]]:
-    chunks: dict[str, dict[Chunk, Stored | bytes]] = {name: {} for name in arrays}
-    for key, value in values.items():
-        name, separator, position = key.rpartition("/c")
-        if separator and name in chunks:
-            chunks[name][tuple(int(part) for part in position.split("/") if part)] = value
-    return chunks
 
 
 def _result(future: Any, deadline: Deadline) -> Any:

@@ -135,7 +135,8 @@ def read_contents(
         # Without this look, a listing of the arrays would just be empty.
         raise ShareError(f"{place.name}/{STATE_ITEM}/manifest.ocdbt is not there", place=place.name)
     index = _read_index(place, context, Deadline.after(timeout_secs))
-    leaves, empty = _read_tree(read, tree, index.metadata, dict(identity.kinds) if identity else {})
+    kinds = dict(identity.kinds) if identity else {}
+    leaves, empty = _read_tree(read, tree, index.metadata, kinds)
     if seal is not None and verify == "full":
         _check_leaves(place, leaves, seal)
     return ShareContents(
@@ -291,15 +292,15 @@ def _translated(error: ValueError, place: Place) -> Exception:
 def _read_tree(
     read: _SealedFiles,
     tree: Any,
-    arrays: Mapping[str, Mapping[str, Any]],
+    arrays: Mapping[str, bytes],
     kinds: Mapping[str, str],
 ) -> tuple[dict[str, Leaf], dict[tuple[str | int, ...], str]]:
     leaves, empty = {}, {}
     try:
         shardings = _shardings(read)
         for entry in tree["tree_metadata"].values():
-            path = tuple(_key(part) for part in entry["key_metadata"])
-            name = ".".join(str(part) for part in path)
+            path = tuple([_key(part) for part in entry["key_metadata"]])
+            name = ".".join(map(str, path))
             value = entry["value_metadata"]
             if value.get("skip_deserialize"):
                 empty[path] = value["value_type"]
@@ -307,13 +308,23 @@ def _read_tree(
             leaves[name] = _leaf(
                 name, path, value["value_type"], kinds.get(name), arrays, shardings.get(name)
             )
-    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
+    except _NONSENSE as error:
         raise ShareError(
             f"{read.place.name}: its tree metadata cannot be read: {type(error).__name__}: {error}",
             place=read.place.name,
         ) from error
     return leaves, empty
 
+
+# What a description raises that is none.
+_NONSENSE = (
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    ValueError,
+    RecursionError,
+)
 
 # Orbax's key types: 1 is an index of a sequence, 2 a key of a mapping (or an attribute).
 _SEQUENCE = 1
@@ -349,22 +360,37 @@ def _leaf(
     path: tuple[str | int, ...],
     value_type: str,
     kind: str | None,
-    arrays: Mapping[str, Mapping[str, Any]],
+    arrays: Mapping[str, bytes],
     sharding: Mapping[str, Any] | None,
 ) -> Leaf:
     if value_type == "string":
         return Leaf(name=name, path=path, value_type=value_type, kind=kind)
-    array = arrays[name]
+    shape, dtype, chunk_shape, is_plain = _stored_as(arrays[name])
     return Leaf(
         name=name,
         path=path,
         value_type=value_type,
         kind=kind,
-        shape=_sizes(array["shape"]),
-        dtype=_word(array["data_type"]),
-        chunk_shape=_sizes(array["chunk_grid"]["configuration"]["chunk_shape"], least=1),
+        shape=shape,
+        dtype=dtype,
+        chunk_shape=chunk_shape,
         sharding=sharding,
-        is_plain=_is_plain(array),
+        is_plain=is_plain,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _stored_as(text: bytes) -> tuple[tuple[int, ...], str, tuple[int, ...], bool]:
+    """Shape, element type, chunk shape, and whether it is plain, of an array with this description.
+
+    Many arrays have the same one.
+    """
+    array = json.loads(text)
+    return (
+        _sizes(array["shape"]),
+        _word(array["data_type"]),
+        _sizes(array["chunk_grid"]["configuration"]["chunk_shape"], least=1),
+        _is_plain(array),
     )
 
 

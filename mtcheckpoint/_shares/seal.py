@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
-from mtcheckpoint._restore import Chunk
+from mtcheckpoint._restore import Chunk, chunk_at
 from mtcheckpoint._shares.identity import OWN_FOLDER
 from mtcheckpoint.errors import ShareError
 
@@ -48,6 +48,9 @@ _TOO_MUCH = (RecursionError, OverflowError)
 # of a model, have the first in common, and should have the second.
 Summary = tuple[str, str]
 
+# Shape, zarr's name of the element type, chunk shape.
+SealedLeaf = tuple[tuple[int, ...], str, tuple[int, ...]]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Seal:
@@ -65,7 +68,7 @@ class Seal:
 
     step: int
     save_id: str
-    leaves: Mapping[str, tuple[tuple[int, ...], str, tuple[int, ...]]]
+    leaves: Mapping[str, SealedLeaf]
     chunks: Mapping[str, Mapping[Chunk, tuple[int, str]]]
     files: Mapping[str, tuple[int, str | None]]
     ranks: tuple[Summary, ...] = ()
@@ -123,53 +126,63 @@ def seal_from_json(text: bytes, place: str) -> Seal:
         content = outer["seal"]
         if digest_of(content.encode()) != outer["checksum"]:
             raise ValueError("its own checksum differs")
-        return _checked(_read(json.loads(content)))
+        return _read(json.loads(content))
     except (ValueError, LookupError, TypeError, AttributeError, *_TOO_MUCH) as error:
         raise ShareError(
             f"{place}/{SEAL_FILE} is damaged: {type(error).__name__}: {error}", place=place
         ) from error
 
 
-def _checked(seal: Seal) -> Seal:
-    """Refuses what no share has: paths out of it, chunks of no leaf, impossible numbers."""
-    for file, (size, _) in seal.files.items():
-        path = PurePosixPath(file)
-        if path.is_absolute() or ".." in path.parts or "\0" in file or size < 0:
-            raise ValueError(f"it seals {file[:200]!r} of {size} bytes")
-    for name, (shape, _, chunk_shape) in seal.leaves.items():
-        sizes = (*shape, *chunk_shape)
-        if len(shape) != len(chunk_shape) or not all(type(size) is int for size in sizes):
-            raise ValueError(f"leaf {name[:200]!r} has shape {shape} in chunks of {chunk_shape}")
-        if min(shape, default=0) < 0 or min(chunk_shape, default=1) < 1:
-            raise ValueError(f"leaf {name[:200]!r} has shape {shape} in chunks of {chunk_shape}")
-    for name, chunks in seal.chunks.items():
-        dimensions = len(seal.leaves[name][0])
-        for chunk, (size, _) in chunks.items():
-            if len(chunk) != dimensions or min(chunk, default=0) < 0 or size < 0:
-                raise ValueError(f"leaf {name[:200]!r} has a chunk {chunk} of {size} bytes")
-    return seal
+# A seal is not believed: no share has paths out of it, chunks of no leaf, impossible numbers.
 
 
 def _read(content: Mapping[str, Any]) -> Seal:
     if (content["format"], content["algorithm"]) != (FORMAT_VERSION, ALGORITHM):
         raise ValueError(f"format {content['format']!r} with {content['algorithm']!r}")
+    leaves = _leaves(content["leaves"])
     return Seal(
         step=int(content["step"]),
         save_id=str(content["save_id"]),
-        leaves={
-            str(name): (tuple(shape), str(dtype), tuple(chunk_shape))
-            for name, (shape, dtype, chunk_shape) in content["leaves"].items()
-        },
+        leaves=leaves,
         chunks={
-            str(name): {
-                tuple(int(part) for part in chunk.split("/") if part): (int(size), str(checksum))
-                for chunk, (size, checksum) in chunks.items()
-            }
+            name: _chunks(name, chunks, dimensions=len(leaves[name][0]))
             for name, chunks in content["chunks"].items()
         },
-        files={
-            str(name): (int(size), None if checksum is None else str(checksum))
-            for name, (size, checksum) in content["files"].items()
-        },
+        files={name: _file(name, *told) for name, told in content["files"].items()},
         ranks=tuple((str(which), str(what)) for which, what in content.get("ranks", ())),
     )
+
+
+def _leaves(content: Mapping[str, Any]) -> dict[str, SealedLeaf]:
+    """Leaves that are stored alike share one description."""
+    leaves: dict[str, SealedLeaf] = {}
+    known: dict[SealedLeaf, SealedLeaf] = {}
+    for name, (shape, dtype, chunk_shape) in content.items():
+        told = (tuple(shape), str(dtype), tuple(chunk_shape))
+        leaves[name] = known.setdefault(told, told)
+    for shape, _, chunk_shape in known:
+        whole = all(type(size) is int for size in (*shape, *chunk_shape))
+        if not whole or len(shape) != len(chunk_shape):
+            raise ValueError(f"a leaf has shape {shape} in chunks of {chunk_shape}")
+        if min(shape, default=0) < 0 or min(chunk_shape, default=1) < 1:
+            raise ValueError(f"a leaf has shape {shape} in chunks of {chunk_shape}")
+    return leaves
+
+
+def _chunks(
+    name: str, content: Mapping[str, Any], *, dimensions: int
+) -> dict[Chunk, tuple[int, str]]:
+    chunks: dict[Chunk, tuple[int, str]] = {}
+    for key, (told_size, checksum) in content.items():
+        chunk, size = chunk_at(key), int(told_size)
+        if len(chunk) != dimensions or size < 0:
+            raise ValueError(f"leaf {name[:200]!r} has a chunk {chunk} of {size} bytes")
+        chunks[chunk] = (size, str(checksum))
+    return chunks
+
+
+def _file(name: str, told_size: Any, checksum: Any) -> tuple[int, str | None]:
+    path, size = PurePosixPath(name), int(told_size)
+    if path.is_absolute() or ".." in path.parts or "\0" in name or size < 0:
+        raise ValueError(f"it seals {name[:200]!r} of {size} bytes")
+    return size, None if checksum is None else str(checksum)

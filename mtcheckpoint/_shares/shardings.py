@@ -63,9 +63,10 @@ def shardings_from_json(content: Mapping[str, Any]) -> dict[str, Mapping[str, An
     """
     described: dict[str, Mapping[str, Any]] = {}
     found: dict[str, Mapping[str, Any]] = {}
-    for name, (position, spec) in content["leaves"].items():
-        key = json.dumps([position, spec])
+    for name, told in content["leaves"].items():
+        key = repr(told)
         if key not in described:
+            position, spec = told
             mesh = content["meshes"][position]
             described[key] = {
                 "sharding_type": "NamedSharding",
