@@ -38,7 +38,7 @@ _RUN_BYTES = 8 << 20
 _BLOCK_BYTES = 1 << 20
 _MOST_BUFFERS = 512  # Linux takes 1,024 in one call
 # Of what lies elsewhere, one request, and how many are on their way for one run.
-_FETCH_BYTES, _FETCHED_AHEAD = 4 << 20, 3
+_FETCH_BYTES, _FETCHED_AHEAD = 8 << 20, 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -406,6 +406,7 @@ class _Fetched:
             raise EOFError("there are fewer bytes than there should be")
         found = self._ahead.popleft().result(timeout=self._seconds())
         self._ask()
-        if found.state != "value" or not found.value:
+        content = found.value  # each time a new copy
+        if found.state != "value" or not content:
             raise EOFError("its file is gone, or too short")
-        return np.frombuffer(found.value, np.uint8)
+        return np.frombuffer(content, np.uint8)
