@@ -38,7 +38,7 @@ _RUN_BYTES = 8 << 20
 _BLOCK_BYTES = 1 << 20
 _MOST_BUFFERS = 512  # Linux takes 1,024 in one call
 # Of what lies elsewhere, one request, and how many are on their way for one run.
-_FETCH_BYTES, _FETCHED_AHEAD = 4 << 20, 3
+_FETCH_BYTES, _FETCHED_AHEAD = 8 << 20, 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,24 +256,33 @@ def _finished(task: ReadTask, future: concurrent.futures.Future[None]) -> ReadTa
 def runs_of(reads: Iterable[ChunkRead], files: StateFiles) -> Iterator[Run]:
     """Puts reads together that are side by side.
 
+    A leaf's chunks may lie in several shares, so what is side by side in one share need not follow
+    each other here.
+
     Raises:
         ShareError: a chunk is stored with another size than it has.
     """
-    run: list[ChunkRead] = []
-    where: Stored | bytes = b""
+    begun: dict[int, tuple[list[ChunkRead], Stored | bytes]] = {}
     for read in reads:
-        stored = read.stored
-        length = stored.length if isinstance(stored, Stored) else len(stored)
-        if length != read.nbytes:
-            raise read.fault(f"chunk {read.chunk} has {length} bytes, expected {read.nbytes}")
-        joined = _joined(where, stored) if run and run[-1].share is read.share else None
+        stored = _checked(read)
+        run, where = begun.get(id(read.share), ([], b""))
+        joined = _joined(where, stored) if run else None
         if joined is None and run:
             yield Run(reads=tuple(run), stored=where, files=files)
             run = []
         run.append(read)
-        where = stored if joined is None else joined
-    if run:
+        begun[id(read.share)] = run, stored if joined is None else joined
+    for run, where in begun.values():
         yield Run(reads=tuple(run), stored=where, files=files)
+
+
+def _checked(read: ChunkRead) -> Stored | bytes:
+    """Where it lies; it has the size that it should have."""
+    stored = read.stored
+    length = stored.length if isinstance(stored, Stored) else len(stored)
+    if length != read.nbytes:
+        raise read.fault(f"chunk {read.chunk} has {length} bytes, expected {read.nbytes}")
+    return stored
 
 
 def _joined(one: Stored | bytes, other: Stored | bytes) -> Stored | None:
@@ -397,6 +406,7 @@ class _Fetched:
             raise EOFError("there are fewer bytes than there should be")
         found = self._ahead.popleft().result(timeout=self._seconds())
         self._ask()
-        if found.state != "value" or not found.value:
+        content = found.value  # each time a new copy
+        if found.state != "value" or not content:
             raise EOFError("its file is gone, or too short")
-        return np.frombuffer(found.value, np.uint8)
+        return np.frombuffer(content, np.uint8)

@@ -42,7 +42,8 @@ from mtcheckpoint.errors import ShareError, WaitTimeoutError
 
 __all__ = ["ReadPlan", "plan_reads", "read_state", "tensorstore_context"]
 
-_MOST_THREADS, _FAR_THREADS = 8, 16
+_NEAR_THREADS = 8  # at most
+_FAR_THREADS = 8, 32  # at least, at most
 _ALIGNMENT = 64  # bytes; what XLA asks for
 _BLOCK_BYTES = 64 << 20
 
@@ -220,7 +221,9 @@ class _Reading:
 def _threads(plan: ReadPlan) -> int:
     """What is near needs cores, what is far away needs patience."""
     far = any(plan.shares[share].place.tier != "local" for share in plan.used)
-    return _FAR_THREADS if far else min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    cores = len(os.sched_getaffinity(0))
+    least, most = _FAR_THREADS
+    return min(max(cores, least), most) if far else min(cores, _NEAR_THREADS)
 
 
 class _Memory:

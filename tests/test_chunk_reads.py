@@ -100,6 +100,15 @@ def test_neighbours_come_in_one_read(volume_root: Path) -> None:
     assert read_all([apart[0], apart[2], apart[3]]) == 2
 
 
+def test_neighbours_in_each_of_several_shares_come_in_one_read(volume_root: Path) -> None:
+    """The chunks of a leaf lie in several shares: of each leaf, one follows the other."""
+    shares = [share_of(volume_root / name) for name in ("a", "b", "c")]
+    reads = [read for of_leaf in zip(*map(reads_of, shares), strict=True) for read in of_leaf]
+    assert read_all(reads) == 3
+    for read in reads:
+        assert np.array_equal(read.whole, VALUES[read.name])
+
+
 def test_parts_are_copied_out_of_a_chunk(volume_root: Path) -> None:
     (read, *_) = reads_of(share_of(volume_root / "a"))
     column, rest = np.zeros((2, 1), np.float32), np.zeros((1, 2), np.float32)
