@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from mtcheckpoint.errors import WaitTimeoutError
 
-__all__ = ["POLL_SECONDS", "Clock", "Deadline", "SystemClock", "run_within", "wait_for"]
+__all__ = ["POLL_SECONDS", "Clock", "Deadline", "SystemClock", "begun", "run_within", "wait_for"]
 
 # Files are looked at this often, so a reaction takes well under 50 ms. One look is a stat or a
 # scandir of a few entries: about 20 µs.
@@ -114,6 +114,22 @@ def run_within(operation: Callable[[], _T], deadline: Deadline, what: str, *, hi
         WaitTimeoutError: it was not done when the deadline had passed.
     """
     outcome: concurrent.futures.Future[_T] = concurrent.futures.Future()
+    if not deadline.passed():
+        outcome = begun(operation)
+    try:
+        return outcome.result(timeout=deadline.remaining())
+    except TimeoutError:
+        if outcome.done():  # it is what `operation` has raised
+            return outcome.result(timeout=0)
+        raise WaitTimeoutError(what, seconds=deadline.seconds, hint=hint) from None
+
+
+def begun(operation: Callable[[], _T]) -> concurrent.futures.Future[_T]:
+    """Begins `operation` in a thread that does not keep the process from ending; what comes of it.
+
+    Not in a pool: the threads of one are waited for when the process ends.
+    """
+    outcome: concurrent.futures.Future[_T] = concurrent.futures.Future()
 
     def run() -> None:
         try:
@@ -121,11 +137,5 @@ def run_within(operation: Callable[[], _T], deadline: Deadline, what: str, *, hi
         except BaseException as error:
             outcome.set_exception(error)
 
-    if not deadline.passed():
-        threading.Thread(target=run, name="mtcheckpoint-limited", daemon=True).start()
-    try:
-        return outcome.result(timeout=deadline.remaining())
-    except TimeoutError:
-        if outcome.done():  # it is what `operation` has raised
-            return outcome.result(timeout=0)
-        raise WaitTimeoutError(what, seconds=deadline.seconds, hint=hint) from None
+    threading.Thread(target=run, name="mtcheckpoint-limited", daemon=True).start()
+    return outcome

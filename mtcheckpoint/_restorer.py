@@ -236,6 +236,7 @@ class _Attempt:
             step=self._candidate.step,
             save=self._save,
             bad_places=self._r.bad_places,
+            known=self._sources.opened if self._own else (),
         )
 
     def _told_of_opened(self) -> tuple[list[str], str | None]:

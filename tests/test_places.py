@@ -7,6 +7,7 @@ import dataclasses
 import http.client
 import os
 import shutil
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -23,12 +24,14 @@ import tensorstore as ts
 from fsspec.implementations.memory import MemoryFileSystem
 from shares import write_share
 
+from mtcheckpoint._clock import Deadline
 from mtcheckpoint._handshake import files
 from mtcheckpoint._reader import tensorstore_context
 from mtcheckpoint._shares.backups import Backup, BackupRoot
 from mtcheckpoint._shares.contents import read_contents, state_kvstore
 from mtcheckpoint._shares.peers import ShareServer
 from mtcheckpoint._shares.places import LocalPlace, PeerPlace, Place
+from mtcheckpoint._shares.read_ahead import ReadAhead
 from mtcheckpoint.errors import ShareError, TierUnreadableError
 
 TOKEN = "a token"
@@ -377,3 +380,37 @@ def test_a_server_stops_with_readers_on_it(share: Path) -> None:
     connection.close()
     with pytest.raises(TierUnreadableError, match="cannot be reached"):
         PeerPlace(f"{server.url}/s", TOKEN, SECONDS).read("big")
+
+
+class _AnswersTogether:
+    """A place that answers when everybody has asked, as one that is far away does at its best."""
+
+    tier = "backup"
+    name = "far away"
+
+    def __init__(self, readers: int) -> None:
+        self._together = threading.Barrier(readers)
+
+    def read(self, file: str) -> bytes | None:
+        self._together.wait(10.0)
+        return None if file == "gone" else file.encode()
+
+    def size(self, file: str) -> int | None:
+        raise AssertionError
+
+    kvstore = size
+
+
+def test_small_files_of_a_far_share_are_on_their_way_together() -> None:
+    place = _AnswersTogether(3)
+    ahead = ReadAhead(place, ["a", "b", "gone"], Deadline.after(10.0))
+    assert [ahead.read(file) for file in ("gone", "a", "b", "a")] == [None, b"a", b"b", b"a"]
+
+
+def test_a_far_share_that_does_not_answer_is_unreadable_and_not_waited_for_longer() -> None:
+    place = _AnswersTogether(2)
+    ahead = ReadAhead(place, ["a"], Deadline.after(0.05))
+    with pytest.raises(TierUnreadableError, match=r"far away cannot be read: no answer in"):
+        ahead.read("a")
+    with pytest.raises(TierUnreadableError):
+        ahead.begin(lambda: threading.Event().wait(10.0))()

@@ -9,7 +9,7 @@ import base64
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorstore as ts
@@ -28,6 +28,7 @@ from mtcheckpoint._shares.identity import (
 )
 from mtcheckpoint._shares.ocdbt import Stored
 from mtcheckpoint._shares.places import Place
+from mtcheckpoint._shares.read_ahead import ReadAhead
 from mtcheckpoint._shares.seal import SEAL_FILE, Seal, Verify, seal_from_json
 from mtcheckpoint._shares.shardings import SHARDINGS_FILE, shardings_from_json
 from mtcheckpoint.errors import ShareError, TierUnreadableError
@@ -43,6 +44,21 @@ __all__ = [
 ]
 
 _OPEN_SECONDS = 120.0
+
+_TREE_FILE = f"{STATE_ITEM}/_METADATA"
+_MANIFEST_FILE = f"{STATE_ITEM}/manifest.ocdbt"
+_STRINGS_FILE = f"{STATE_ITEM}/_strings.json"
+_PROCESS_FILE = f"{PROCESS_METADATA_ITEM}/global_process_metadata.json"
+# What every share is asked for; what Orbax's alone have is asked for when ours is not there.
+_SMALL_FILES = (
+    SEAL_FILE,
+    IDENTITY_FILE,
+    SHARDINGS_FILE,
+    _TREE_FILE,
+    _MANIFEST_FILE,
+    _STRINGS_FILE,
+    _PROCESS_FILE,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,19 +138,30 @@ def read_contents(
         ShareError: it is damaged, or no share at all.
         TierUnreadableError: its place cannot be read.
     """
-    seal = read_seal(place) if verify != "off" else None
+    deadline = Deadline.after(timeout_secs)
+    find_index = functools.partial(_read_index, place, context, deadline)
+    if place.tier == "local":
+        return _contents(place, place, find_index, verify)
+    ahead = ReadAhead(place, _SMALL_FILES, deadline)
+    return _contents(place, ahead, ahead.begin(find_index), verify)
+
+
+def _contents(
+    place: Place, files: Place, find_index: Callable[[], ArrayIndex], verify: Verify
+) -> ShareContents:
+    seal = read_seal(files) if verify != "off" else None
     if seal is not None and verify == "size":
         _check_sizes(place, seal)
-    read = _SealedFiles(place, seal if verify == "full" else None)
+    read = _SealedFiles(files, seal if verify == "full" else None)
     identity_text = read(IDENTITY_FILE)
     identity = identity_from_json(identity_text, place.name) if identity_text is not None else None
     if verify != "off":
         _check_seal(place, identity, seal)
-    tree = _json(read, f"{STATE_ITEM}/_METADATA", dict)
-    if read(f"{STATE_ITEM}/manifest.ocdbt") is None:
+    tree = _json(read, _TREE_FILE, dict)
+    if read(_MANIFEST_FILE) is None:
         # Without this look, a listing of the arrays would just be empty.
-        raise ShareError(f"{place.name}/{STATE_ITEM}/manifest.ocdbt is not there", place=place.name)
-    index = _read_index(place, context, Deadline.after(timeout_secs))
+        raise ShareError(f"{place.name}/{_MANIFEST_FILE} is not there", place=place.name)
+    index = find_index()
     kinds = dict(identity.kinds) if identity else {}
     leaves, empty = _read_tree(read, tree, index.metadata, kinds)
     if seal is not None and verify == "full":
@@ -246,17 +273,17 @@ def _json(read: _SealedFiles, file: str, kind: type, default: Any = None) -> Any
 
 
 def _strings(read: _SealedFiles) -> dict[str, str]:
-    found = _json(read, f"{STATE_ITEM}/_strings.json", dict, default={})
+    found = _json(read, _STRINGS_FILE, dict, default={})
     return {name: str(value) for name, value in found.items()}
 
 
 def _process_devices(read: _SealedFiles) -> tuple[tuple[int, ...], ...]:
-    file = f"{PROCESS_METADATA_ITEM}/global_process_metadata.json"
     try:
-        found = _json(read, file, list, default=[])
+        found = _json(read, _PROCESS_FILE, list, default=[])
         return tuple(tuple(int(device) for device in ids) for ids in found)
     except (TypeError, OverflowError) as error:
-        raise ShareError(f"{read.place.name}/{file}: {error}", place=read.place.name) from error
+        name = read.place.name
+        raise ShareError(f"{name}/{_PROCESS_FILE}: {error}", place=name) from error
 
 
 def _read_index(place: Place, context: ts.Context, deadline: Deadline) -> ArrayIndex:
