@@ -180,8 +180,9 @@ def _fault(leaf: Leaf, wanted: Any, cast: Cast) -> str | None:
 
 def _difference(leaf: Leaf, wanted: Any, cast: Cast) -> str | None:
     """What to add to the message about a leaf that differs; None when it does not."""
-    if isinstance(wanted, str) != (leaf.value_type == "string"):
-        return ""
+    is_string = leaf.value_type == "string"
+    if is_string or isinstance(wanted, str):
+        return None if is_string and isinstance(wanted, str) else ""
     shape, dtype = getattr(wanted, "shape", None), getattr(wanted, "dtype", None)
     is_key = _is_key_dtype(dtype)
     saved_shape = leaf.shape[:-1] if is_key else leaf.shape

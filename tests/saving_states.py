@@ -55,6 +55,7 @@ def state_of(step: int) -> dict[str, Any]:
         "true": step % 2 == 0,
         "text": f"step {step}",
         "no text": "",
+        "text of numpy": np.str_("numpy's"),
         "nothing": None,
         "nested": [{"a": (_global(np.full((4, 4), step, np.float32), over_both), ())}],
     }
@@ -108,6 +109,8 @@ def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _same(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, np.str_):  # comes back as Python's
+        return type(found) is str and found == wanted
     if not isinstance(wanted, jax.Array):
         return type(found) is type(wanted) and _equal(np.asarray(found), np.asarray(wanted))
     if not isinstance(found, jax.Array) or found.dtype != wanted.dtype:

@@ -31,7 +31,7 @@ from restoring_jobs import alone, environment_of, open_manager, outcome, rank, t
 from test_elastic_backups import wait_less
 
 import mtcheckpoint as mtc
-from mtcheckpoint import _doctor, _restorer
+from mtcheckpoint import _attempt, _doctor
 from mtcheckpoint._shares.places import LocalPlace, PeerPlace
 from mtcheckpoint._sources import Sources
 from mtcheckpoint._verifying import verify_places
@@ -418,7 +418,7 @@ def restore_among_the_silent(root: str) -> dict[str, Any]:
     run = Run(hosts=[0, 1, 2, 3], mesh=[1, 8], flags={"timeout_secs": LIMIT_SECONDS})
     with silent_server() as silent:
         if rank() == SLOW:
-            _restorer.PeerPlace = (  # type: ignore[misc, assignment, attr-defined]
+            _attempt.PeerPlace = (  # type: ignore[misc, assignment, attr-defined]
                 lambda url, *rest: PeerPlace(f"{silent}/{url.rpartition('/')[2]}", *rest)
             )
         found = restore_alone(root, run)

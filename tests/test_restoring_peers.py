@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from restoring_clusters import run_job, same
 from restoring_jobs import alone, folder, open_manager, outcome, rank, together
 
-from mtcheckpoint import _restorer
+from mtcheckpoint import _attempt
 from mtcheckpoint._shares.peers import ShareServer
 from mtcheckpoint.testing import ProcessGroup, case_mesh, ram_disk, report
 
@@ -152,7 +152,7 @@ def restore_whole(root: str, fault: str) -> dict[str, Any]:
     """Restores onto a sharding for which each process needs the other's half."""
     FaultyServer.fault, _, zero = fault.partition(", process ")
     FaultyServer.faulty = 0 if zero else FAULTY
-    _restorer.ShareServer = FaultyServer  # type: ignore[misc, attr-defined]
+    _attempt.ShareServer = FaultyServer  # type: ignore[misc, attr-defined]
     whole = NamedSharding(case_mesh(2, 4), PartitionSpec())
     target = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=whole)}
 

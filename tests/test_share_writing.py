@@ -159,3 +159,9 @@ def test_a_folder_that_is_gone_is_an_error_and_is_not_made(volume_root: Path) ->
     with pytest.raises(FileNotFoundError):
         write_arrays(gone, plan_writes({}, threads=1, file_bytes=1 << 30), {})
     assert not gone.exists()
+
+
+def test_a_database_without_arrays_is_read_as_empty(volume_root: Path) -> None:
+    written(volume_root / "a", {})
+    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{volume_root / 'a'}/"}).result()
+    assert store.list().result() == []

@@ -26,7 +26,7 @@ TRAINING = {
 }
 STARTING = {
     "handshake": ("mtcheckpoint._handshake.client", "", "run_handshake"),
-    "read": ("mtcheckpoint._restorer", "", "read_state"),
+    "read": ("mtcheckpoint._attempt", "", "read_state"),
 }
 # Only where a save is read that the replicator would clear.
 SALVAGING = {
