@@ -403,13 +403,15 @@ class _AnswersTogether:
 
 def test_small_files_of_a_far_share_are_on_their_way_together() -> None:
     place = _AnswersTogether(3)
-    ahead = ReadAhead(place, ["a", "b", "gone"], Deadline.after(10.0))
+    ahead = ReadAhead(place, Deadline.after(10.0))
+    ahead.ask_for(["a", "b", "gone"])
     assert [ahead.read(file) for file in ("gone", "a", "b", "a")] == [None, b"a", b"b", b"a"]
 
 
 def test_a_far_share_that_does_not_answer_is_unreadable_and_not_waited_for_longer() -> None:
     place = _AnswersTogether(2)
-    ahead = ReadAhead(place, ["a"], Deadline.after(0.05))
+    ahead = ReadAhead(place, Deadline.after(0.05))
+    ahead.ask_for(["a"])
     with pytest.raises(TierUnreadableError, match=r"far away cannot be read: no answer in"):
         ahead.read("a")
     with pytest.raises(TierUnreadableError):

@@ -142,8 +142,10 @@ def read_contents(
     find_index = functools.partial(_read_index, place, context, deadline)
     if place.tier == "local":
         return _contents(place, place, find_index, verify)
-    ahead = ReadAhead(place, _SMALL_FILES, deadline)
-    return _contents(place, ahead, ahead.begin(find_index), verify)
+    ahead = ReadAhead(place, deadline)
+    found_index = ahead.begin(find_index)  # takes longest
+    ahead.ask_for(_SMALL_FILES)
+    return _contents(place, ahead, found_index, verify)
 
 
 def _contents(

@@ -22,16 +22,19 @@ _T = TypeVar("_T")
 class ReadAhead:
     """A place, some of whose files are on their way."""
 
-    def __init__(self, place: Place, files: Iterable[str], deadline: Deadline) -> None:
+    def __init__(self, place: Place, deadline: Deadline) -> None:
         """
         Args:
             place: the share.
-            files: that will be wanted.
-            deadline: for all of them.
+            deadline: for all that is asked for.
         """
         self._place = place
         self._deadline = deadline
-        self._coming = {file: begun(functools.partial(place.read, file)) for file in files}
+        self._coming: dict[str, concurrent.futures.Future[bytes | None]] = {}
+
+    def ask_for(self, files: Iterable[str]) -> None:
+        """Asks for small files that will be wanted."""
+        self._coming |= {file: begun(functools.partial(self._place.read, file)) for file in files}
 
     @property
     def tier(self) -> Tier:
