@@ -38,7 +38,7 @@ def train(root: str, size_bytes: int, pairs: int, steps: int, on_host: bool) -> 
         were begun in them.
     """
     state = states.filled(states.abstract(size_bytes))
-    loop = _Loop(state, _compute if on_host else _wait, steps)
+    loop = _Loop(state, _on_host if on_host else _wait, steps)
     del state
     ours = sides.Ours(root, enable_continuous_checkpointing=True, local_checkpoint_period=0)
     orbax = sides.Orbax(root, keep=1)
@@ -107,9 +107,14 @@ def _wait(state: Any) -> Any:
     return {**state, "params": {**params, "layer_0": layer}}
 
 
+def _on_host(state: Any) -> Any:
+    """A step on the host's cores. Many at once that wait for each other's processes can hang."""
+    return jax.block_until_ready(_compute(state))
+
+
 @functools.partial(jax.jit, donate_argnums=0)
 def _compute(state: Any) -> Any:
-    """A step on the host's cores, which changes all elements."""
+    """Changes all elements."""
     change = _change(state["params"]["layer_0"]["norm_1"])
     return jax.tree.map(lambda leaf: leaf + change.astype(leaf.dtype), state)
 
