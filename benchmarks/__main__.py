@@ -47,7 +47,8 @@ CASES: dict[str, Case] = {name: case for module in _MODULES for name, case in mo
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     settings = Settings(size_mib=arguments.size_mib, pairs=arguments.pairs)
-    results, load = [], os.getloadavg()[0]
+    results: list[Result] = []
+    how = {"command": _command(arguments), "load_average": os.getloadavg()[0]}
     for name in arguments.case or CASES:
         try:
             results.append(CASES[name](settings))
@@ -55,13 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{name}: skipped: {error}", flush=True)
         else:
             _show(results[-1])
-    if arguments.json:
-        how = {"command": _command(arguments), "load_average": load}
-        found = {
-            "machine": machine() | how,
-            "results": [result.to_json() for result in results],
-        }
-        arguments.json.write_text(json.dumps(found, indent=1))
+        if arguments.json:  # after each case: what was measured is kept when one fails
+            found = {
+                "machine": machine() | how,
+                "results": [result.to_json() for result in results],
+            }
+            arguments.json.write_text(json.dumps(found, indent=1))
     return 0
 
 

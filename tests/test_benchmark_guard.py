@@ -23,11 +23,11 @@ ROOT = Path(__file__).parents[1]
 # By the number of pairs that they are measured in.
 BOUNDS = {
     3: {
-        "save_vs_orbax_replicator": 2.5,
+        "save_vs_orbax_replicator": 4.0,
         "blocked_vs_orbax_replicator": 8.0,
-        "save_vs_raw_tmpfs": 0.25,
-        "restore_vs_orbax_replicator": 1.8,
-        "restore_vs_raw_tmpfs": 0.2,
+        "save_vs_raw_tmpfs": 0.5,
+        "restore_vs_orbax_replicator": 2.5,
+        "restore_vs_raw_tmpfs": 0.3,
     },
     1: {
         "decision_us": 0.5,
@@ -37,7 +37,7 @@ BOUNDS = {
     },
 }
 if importlib.util.find_spec("torch") is not None:
-    BOUNDS[3] |= {"save_vs_torch_dcp": 1.5, "load_vs_torch_dcp": 1.0}
+    BOUNDS[3] |= {"save_vs_torch_dcp": 2.5, "load_vs_torch_dcp": 1.0}
 
 
 @pytest.fixture(scope="module", params=BOUNDS, ids=lambda pairs: f"{pairs} pairs")
