@@ -77,11 +77,13 @@ def test_what_somebody_still_reads_is_not_written_to(
     spares.remember(step)
     reader = hold(step / "0")
     shutil.rmtree(step)
+    assert spares.free_bytes() == 0
     file = spares.open(volume_root / "new")
     os.write(file, b"other")
     os.close(file)
     assert reader.read(5) == b"\1" * 5
     reader.close()
+    assert spares.free_bytes() == SIZE
     inode = next((volume_root / "spare").iterdir()).stat().st_ino
     assert opened(spares, volume_root / "newer") == inode, "now nobody reads it"
 

@@ -77,7 +77,8 @@ class Spares:
 
     def free_bytes(self) -> int:
         """Memory that the next share can be written into."""
-        return sum(size for _, size in self._free())
+        with self._lock:
+            return sum(size for spare, size in self._free() if self._can_be_taken(spare))
 
     def _free(self) -> Iterator[tuple[Path, int]]:
         """Files that have no other name, and how much memory they hold in bytes."""
@@ -92,10 +93,18 @@ class Spares:
                 if told.st_nlink == 1:
                     yield path, told.st_blocks * 512
 
-    def _take(self, spare: Path, path: Path) -> int | None:
+    def _can_be_taken(self, spare: Path) -> bool:
+        file = _opened(spare)
+        if file is None:
+            return False
         try:
-            file = os.open(spare, os.O_WRONLY | os.O_NOFOLLOW)
-        except OSError:
+            return self._is_ours_alone(file)
+        finally:
+            os.close(file)
+
+    def _take(self, spare: Path, path: Path) -> int | None:
+        file = _opened(spare)
+        if file is None:
             return None
         try:
             if self._is_ours_alone(file):
@@ -127,3 +136,10 @@ class Spares:
         _LOG.info("data files are not used again on this volume: %s", error)
         self._refused = True
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _opened(spare: Path) -> int | None:
+    try:
+        return os.open(spare, os.O_WRONLY | os.O_NOFOLLOW)
+    except OSError:
+        return None

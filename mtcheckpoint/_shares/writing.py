@@ -30,6 +30,9 @@ __all__ = ["OpenFile", "WrittenArrays", "new_file", "write_arrays"]
 _BLOCK_BYTES = 1 << 20
 _MOST_BUFFERS = 512  # Linux takes 1,024 in one call
 
+# A contiguous array, which is a buffer: before Python 3.12 there is no type for that.
+_Contiguous = Any
+
 # Opens a file for writing that is not there yet.
 OpenFile = Callable[[Path], int]
 
@@ -115,7 +118,7 @@ def _write_chunks(
     parts: Mapping[str, Sequence[np.ndarray[Any, Any]]],
 ) -> Iterator[str]:
     """Writes chunks one behind the other, small ones together; their checksums."""
-    waiting: list[np.ndarray[Any, Any]] = []
+    waiting: list[_Contiguous] = []
     waiting_bytes = 0
     for chunk in chunks:
         sealed = _elements(chunk, parts[chunk.name][chunk.piece])
@@ -133,7 +136,7 @@ def _write_chunks(
     _write(file, waiting)
 
 
-def _elements(chunk: PlannedChunk, piece: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _elements(chunk: PlannedChunk, piece: np.ndarray[Any, Any]) -> _Contiguous:
     return np.ascontiguousarray(piece if chunk.within is None else piece[chunk.within])
 
 
@@ -146,7 +149,7 @@ def _filled_up(part: np.ndarray[Any, Any], shape: tuple[int, ...]) -> np.ndarray
 def _hash_and_write(file: int, array: np.ndarray[Any, Any]) -> str:
     data, checksum = _bytes_of(array), xxhash.xxh3_128()
     for start in range(0, data.nbytes, _BLOCK_BYTES):
-        block = data[start : start + _BLOCK_BYTES]
+        block: _Contiguous = data[start : start + _BLOCK_BYTES]
         checksum.update(block)
         _write(file, [block])
     return checksum.hexdigest()
@@ -156,7 +159,7 @@ def _bytes_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array.reshape(-1).view(np.uint8)
 
 
-def _write(file: int, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
+def _write(file: int, arrays: Sequence[_Contiguous]) -> None:
     left = sum(array.nbytes for array in arrays)
     while left:
         count = os.writev(file, arrays)
@@ -165,7 +168,7 @@ def _write(file: int, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
             arrays = _after(arrays, count)
 
 
-def _after(arrays: Sequence[np.ndarray[Any, Any]], count: int) -> list[np.ndarray[Any, Any]]:
+def _after(arrays: Sequence[_Contiguous], count: int) -> list[_Contiguous]:
     """What is left of arrays when so many bytes of them were written."""
     rest = []
     for array in arrays:
