@@ -51,7 +51,9 @@ def _file_digest(path: Path) -> str:
 
 
 def _store_digest(item: Path) -> str:
-    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{item.as_posix()}"}).result()
+    # Mapped, as what is in memory need not be copied to be hashed.
+    base = {"driver": "file", "path": f"{item}/", "file_io_mode": {"mode": "memmap"}}
+    store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
 
     def key_line(key: bytes) -> str:
         value = store.read(key).result().value
