@@ -134,8 +134,10 @@ class Node:
         self._loop = None
         try:
             session = self._join(settings)
+            # Before training has its answer, which may then make a step at once.
+            began_at = self._options.clock.monotonic()
             session.run.replicated_step = self._restored = restore(session)
-            self._loop = StepLoop(session, self._restored)
+            self._loop = StepLoop(session, self._restored, began_at=began_at)
             self._loop.run()
         except RunEndedError as reason:
             if self._volume.yaml_stamp() is not None or self._has_steps():

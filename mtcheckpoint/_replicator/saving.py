@@ -43,12 +43,18 @@ class StepLoop:
         newest_taken_step: the newest step whose data has its final name here.
     """
 
-    def __init__(self, session: Session, restored_step: int | None) -> None:
+    def __init__(self, session: Session, restored_step: int | None, *, began_at: float) -> None:
+        """
+        Args:
+            session: this node in its run.
+            restored_step: that training goes on from.
+            began_at: of the run, on the replicator's clock: backups are due from there.
+        """
         self._session = session
         self._peers = [session.run.members[rank] for rank in peers_of(session.settings)]
         self._upload: Upload | None = None
         self._upload_step: int | None = None
-        self._last_backup_at = session.options.clock.monotonic()
+        self._last_backup_at = began_at
         self._last_backup_step = restored_step or 0
         self._is_first_round = True
         self._has_told_unequal = False

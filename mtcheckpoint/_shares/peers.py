@@ -18,15 +18,13 @@ from types import TracebackType
 
 from aiohttp import web
 
-from mtcheckpoint._shares.places import read_small_file
-from mtcheckpoint.errors import ShareError, WaitTimeoutError
+from mtcheckpoint.errors import WaitTimeoutError
 
 __all__ = ["ShareServer", "address_towards"]
 
 _LOG = logging.getLogger("mtcheckpoint.peers")
 _START_SECONDS = 30.0
 _MOST_CONNECTIONS = 8192
-_SMALL_BYTES = 1 << 20
 
 
 class ShareServer:
@@ -105,10 +103,6 @@ class ShareServer:
         file = self._file(request.match_info["share"], request.match_info["file"])
         if file is None:
             raise web.HTTPNotFound
-        if "Range" not in request.headers and request.method == "GET":
-            content = _small_content(file)
-            if content is not None:
-                return web.Response(body=content, content_type="application/octet-stream")
         return web.FileResponse(file, chunk_size=1 << 20)
 
     def _file(self, share: str, name: str) -> Path | None:
@@ -121,14 +115,6 @@ class ShareServer:
         except (OSError, RuntimeError):  # a loop of links, a name that is too long
             return None
         return file if served else None
-
-
-def _small_content(file: Path) -> bytes | None:
-    """A file that is read faster than another thread is asked to; None for others."""
-    try:
-        return read_small_file(file, limit_bytes=_SMALL_BYTES)
-    except (OSError, ShareError):
-        return None
 
 
 def _bounded(runner: web.AppRunner) -> Callable[[], asyncio.Protocol]:
