@@ -19,7 +19,7 @@ import tensorstore as ts
 from mtcheckpoint import _events
 from mtcheckpoint._clock import Deadline, run_within
 from mtcheckpoint._coordination import Coordinator
-from mtcheckpoint._reader import ReadPlan, read_state
+from mtcheckpoint._reader import ReadPlan, read_state, tensorstore_context
 from mtcheckpoint._replicas import leaf_digests, unequal_leaves, unequal_twins, uneven_groups
 from mtcheckpoint._restored import Candidate, PassedOver, Request, RestoredState, RestoreReport
 from mtcheckpoint._shares.contents import is_unreadable, read_extras
@@ -68,9 +68,9 @@ class Means:
     address: str
     concurrent_bytes: int
     timeout_secs: float
-    verify: Verify
-    context: ts.Context
-    bad_places: list[Place]
+    verify: Verify = "full"
+    context: ts.Context = dataclasses.field(default_factory=tensorstore_context)
+    bad_places: list[Place] = dataclasses.field(default_factory=list)
 
     def is_known_to_be_bad(self, place: Place) -> bool:
         """Whether a copy in a backup was found bad before."""

@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import jax
-
 from mtcheckpoint._attempt import Attempt, Means, bad_copy
-from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._garbage import collection_put_off
-from mtcheckpoint._reader import tensorstore_context
 from mtcheckpoint._restored import Candidate, PassedOver, Request, RestoredState
 from mtcheckpoint._shares.places import LocalPlace
-from mtcheckpoint._shares.seal import Verify
 from mtcheckpoint.errors import RestoreError
 
 __all__ = ["Restorer"]
@@ -22,35 +17,8 @@ __all__ = ["Restorer"]
 class Restorer:
     """Reads candidates. Every method is called on all processes with the same candidate."""
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        *,
-        mesh: jax.sharding.Mesh,
-        address: str,
-        concurrent_bytes: int,
-        timeout_secs: float,
-        verify: Verify = "full",
-    ) -> None:
-        """
-        Args:
-            coordinator: agreement with the other processes.
-            mesh: the mesh of the job.
-            address: where the other hosts reach this one.
-            concurrent_bytes: bytes on the way at once.
-            timeout_secs: limit of each wait, and of reading a whole state.
-            verify: how much is compared with the seals.
-        """
-        self._means = Means(
-            coordinator=coordinator,
-            mesh=mesh,
-            address=address,
-            concurrent_bytes=concurrent_bytes,
-            timeout_secs=timeout_secs,
-            verify=verify,
-            context=tensorstore_context(),
-            bad_places=[],
-        )
+    def __init__(self, means: Means) -> None:
+        self._means = means
 
     def take_bad_paths(self) -> list[Path]:
         """The shares of this node that were found bad since the last call."""

@@ -15,6 +15,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from mtcheckpoint import _jax, _orbax, _policy, _topology
+from mtcheckpoint._attempt import Means
 from mtcheckpoint._coordination import job_coordinator
 from mtcheckpoint._decider import Decider, Decision, policy_of
 from mtcheckpoint._handshake.client import ReplicatorWatch
@@ -83,12 +84,14 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
         self._topology = _topology.from_jax(config, _jax.node_ranks_by_process)
         self._coordinator = job_coordinator("manager", timeout_secs=config.timeout_secs)
         self._restorer = Restorer(
-            self._coordinator,
-            mesh=mesh,
-            address=address_towards(_jax.coordinator_address()),
-            concurrent_bytes=config.checkpoint_storage_concurrent_gb << 30,
-            timeout_secs=config.timeout_secs,
-            verify=config.verify,
+            Means(
+                coordinator=self._coordinator,
+                mesh=mesh,
+                address=address_towards(_jax.coordinator_address()),
+                concurrent_bytes=config.checkpoint_storage_concurrent_gb << 30,
+                timeout_secs=config.timeout_secs,
+                verify=config.verify,
+            )
         )
         self._session = Session(config, self._topology, self._coordinator)
         self._watch: ReplicatorWatch | None = None

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from restoring_jobs import alone, extras_of, open_manager
 
+from mtcheckpoint._attempt import Means
 from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._jax import MemoryStore
 from mtcheckpoint._restored import Candidate, Request
@@ -162,12 +163,14 @@ def candidates(root: Path, tier: str) -> Iterator[Callable[[], list[Candidate]]]
 def restore(found: list[Candidate], verify: Any = "full") -> Any:
     alone = Coordinator(MemoryStore(), process=0, processes=1, namespace="matrix", timeout_secs=30)
     restorer = Restorer(
-        alone,
-        mesh=case_mesh(),
-        address="127.0.0.1",
-        concurrent_bytes=1 << 20,
-        timeout_secs=30.0,
-        verify=verify,
+        Means(
+            coordinator=alone,
+            mesh=case_mesh(),
+            address="127.0.0.1",
+            concurrent_bytes=1 << 20,
+            timeout_secs=30.0,
+            verify=verify,
+        )
     )
     arrays = abstract_state(case_state(case_mesh(), 0))
     tree = {**arrays, "name": "", "counts": np.zeros(5, int), "lr": 0.0}
