@@ -18,6 +18,7 @@ from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._orbax import OrbaxPolicy, is_continuous
 from mtcheckpoint._pace import Pace
 from mtcheckpoint._policy import ClusterState, HostReport, Policy, Verdict
+from mtcheckpoint._reports import Reports
 from mtcheckpoint.config import CheckpointConfig
 
 __all__ = ["Decider", "Decision", "policy_of"]
@@ -109,6 +110,7 @@ class Decider:
         self,
         coordinator: Coordinator,
         policy: Policy,
+        reports: Reports,
         *,
         save_on_start: bool,
         ask_every: int = _policy.NEVER,
@@ -118,6 +120,7 @@ class Decider:
         Args:
             coordinator: agreement with the other processes.
             policy: what is wished for; asked on process 0 only.
+            reports: what the processes say of themselves, as process 0 has heard it.
             save_on_start: save step 0.
             ask_every: ask again after this many steps at the latest, so that a replicator which
                 has stopped is heard of.
@@ -125,6 +128,7 @@ class Decider:
         """
         self._coordinator = coordinator
         self._policy = policy
+        self._reports = reports
         self._save_on_start = save_on_start
         self._ask_every = ask_every
         self._now = now
@@ -203,7 +207,7 @@ class Decider:
             self._kept = read_by_all
 
     def _judge(self, step: int, failed: Sequence[int], commits: int | None) -> Decision:
-        told = self._reports()
+        told = self._reports.known
         faults = {str(p): fields["fault"] for p, fields in told.items() if fields.get("fault")}
         state = ClusterState(
             step=step,
@@ -226,14 +230,6 @@ class Decider:
             commits=commits or 0,
             faults=faults,
         )
-
-    def _reports(self) -> dict[int, Any]:
-        """What all have reported; nothing but its own while this process is still saving."""
-        own = self._coordinator.own("report")
-        if own and self._started not in (None, own.get("finished_step")):
-            # Then no other report can make the answer a yes, and asking the store takes time.
-            return {self._coordinator.process: own}
-        return self._coordinator.announced("report")
 
     def _ask_again_at(self, state: ClusterState, verdict: Verdict, unsettled: bool) -> int:
         step, now = state.step, state.now_seconds

@@ -26,6 +26,7 @@ from mtcheckpoint import _events
 from mtcheckpoint._clock import POLL_SECONDS, Deadline, wait_for
 from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._orbax import ShareWriter
+from mtcheckpoint._reports import Reports
 from mtcheckpoint._shares.identity import (
     EXTRAS_FILE,
     IDENTITY_FILE,
@@ -96,6 +97,7 @@ class Saver:
         steps: CommittedSteps,
         open_writer: Callable[[Path], ShareWriter],
         coordinator: Coordinator,
+        reports: Reports,
         identity: Identity,
         commit_not_before: float,
         timeout_secs: float,
@@ -106,6 +108,7 @@ class Saver:
             steps: the committed steps of this volume, and who takes or deletes them.
             open_writer: makes the writer for a staging folder.
             coordinator: agreement with the threads of the other processes.
+            reports: what the processes say of themselves; this thread tells and listens.
             identity: who this process is; step and id are filled in at each save.
             commit_not_before: on the monotonic clock: a step that appears while the replicator is
                 still tidying up after the restore is missed.
@@ -116,6 +119,7 @@ class Saver:
         self._staging = steps.volume / STAGING_FOLDER
         self._open_writer = open_writer
         self._coordinator = coordinator
+        self._reports = reports
         self._identity = identity
         self._commit_not_before = commit_not_before
         self._timeout_secs = timeout_secs
@@ -192,21 +196,25 @@ class Saver:
     def _run(self) -> None:
         while True:
             try:
-                request = self._requests.get(
-                    timeout=POLL_SECONDS if self._steps.pending else _IDLE_POLL_SECONDS
-                )
+                request = self._requests.get(timeout=self._idle_seconds())
             except queue.Empty:
                 self._watch()
                 continue
             if request is None:
                 break
             self._save(request)
+            # When a save is over on process 0, it knows so of all.
+            self._listen(self._reports.listen)
             del request  # as long as it is there, training cannot have the memory of its arrays
             self._idle.set()
             self._steps.sweep()  # nobody waits for it
         self._look_at_the_first_step()
         if self._writer is not None:
             self._writer.close()
+
+    def _idle_seconds(self) -> float:
+        busy = self._steps.pending or self._reports.awaited
+        return POLL_SECONDS if busy else _IDLE_POLL_SECONDS
 
     def _watch(self) -> None:
         """Looks at the volume, and tells the deciding process when there is something new."""
@@ -219,6 +227,7 @@ class Saver:
             self._fault = str(error)
         if news:
             self._report()
+        self._listen(self._reports.listen_when_due)
 
     def _look_at_the_first_step(self) -> None:
         """Before the end: only this thread can announce a step again that was missed."""
@@ -233,11 +242,16 @@ class Saver:
 
     def _report(self) -> None:
         try:
-            report = self._steps.report() | {"fault": self._fault}
-            self._coordinator.announce("report", report)
+            self._reports.tell(self._steps.report() | {"fault": self._fault})
         except (CoordinationError, OSError) as error:
             # The deciding process hears nothing, so nothing more is saved: training goes on.
             _LOG.warning("cannot report to the deciding process: %s", error)
+
+    def _listen(self, listening: Callable[[], None]) -> None:
+        try:
+            listening()
+        except CoordinationError as error:
+            _LOG.warning("cannot hear what the other processes report: %s", error)
 
     def _save(self, request: SaveRequest) -> None:
         begun = time.monotonic()
@@ -380,7 +394,7 @@ class Saver:
         self._hold_first_commit()
         _write_over(share.path / SEAL_FILE, share.seal.text(ranks))
         self._steps.commit(share.path, step, share.size_bytes)
-        # Before the others are told: when a save is over on process 0, it knows so of all.
+        # Before the others are told, so that process 0 hears it as soon as the save is over.
         self._finished(step)
 
     def _hold_first_commit(self) -> None:

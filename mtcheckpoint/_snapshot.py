@@ -19,13 +19,13 @@ import numpy as np
 import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mtcheckpoint._device_copies import is_host_memory, start_copies
 from mtcheckpoint._host_array import ArrayForm, HostArray
 from mtcheckpoint._restore import Box, box_of
 from mtcheckpoint._trees import flatten_named
 
 __all__ = ["Snapshot", "take_snapshot"]
 
-_HOST_MEMORY = "pinned_host"
 _HOST_TYPES = (np.ndarray, np.generic, bool, int, float, complex, str)
 
 
@@ -154,26 +154,21 @@ def _to_host(arrays: Sequence[jax.Array], mesh: jax.sharding.Mesh) -> list[HostA
     """Takes what this process holds of the arrays out of training's reach.
 
     What is computed and lies in host memory already is only looked at: as long as somebody does,
-    JAX gives that memory to nobody else, and copies where it was to be donated. The rest is copied
-    in one call, as a call for each costs half a millisecond; and shard by shard, as a whole array
-    of several processes goes through a computation in older versions of JAX, which waits for what
-    is queued on the devices.
+    JAX gives that memory to nobody else, and copies where it was to be donated.
     """
-    held: list[tuple[ArrayForm, list[Any]]] = []
-    moving: list[tuple[list[Any], int]] = []
+    held: list[HostArray | _Kind] = []
+    moving: list[tuple[jax.Array, _Kind]] = []
     for array in arrays:
         data: Any = jax.random.key_data(array) if _is_key(array) else array
         kind = _kind_of(data.shape, data.dtype, data.sharding, mesh)
-        pieces = [data.addressable_data(position) for position in kind.positions]
-        if data.is_ready() and _is_host_memory(data.sharding):
-            pieces = [np.asarray(piece) for piece in pieces]
+        if data.is_ready() and is_host_memory(data.sharding):
+            pieces = [np.asarray(data.addressable_data(p)) for p in kind.positions]
+            held.append(HostArray(kind.form, pieces))
         else:
-            moving += [(pieces, index) for index in range(len(pieces))]
-        held.append((kind.form, pieces))
-    copies = _copy([pieces[index] for pieces, index in moving])
-    for (pieces, index), copy in zip(moving, copies, strict=True):
-        pieces[index] = copy
-    return [HostArray(form, pieces) for form, pieces in held]
+            moving.append((data, kind))
+            held.append(kind)
+    copies = iter(start_copies([x for x, _ in moving], [kind.positions for _, kind in moving]))
+    return [x if isinstance(x, HostArray) else HostArray(x.form, next(copies)) for x in held]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -194,46 +189,6 @@ def _kind_of(
         ),
         positions=tuple(places.values()),
     )
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_host_memory(sharding: jax.sharding.Sharding) -> bool:
-    """Whether the arrays can be looked at where they lie."""
-    return all(device.platform == "cpu" for device in sharding.addressable_devices)
-
-
-def _copy(pieces: list[jax.Array]) -> Sequence[jax.Array]:
-    """Starts copies of arrays of one device each."""
-    if not pieces:
-        return []
-    if _is_host_memory(pieces[0].sharding) or not _has_host_memory(pieces[0]):
-        return _copy_by_computation(pieces)
-    places = [piece.sharding.with_memory_kind(_HOST_MEMORY) for piece in pieces]
-    # Without may_alias, arrays that are in host memory already would be handed back as they are.
-    moved: list[jax.Array] = jax.device_put(pieces, places, may_alias=False)
-    return moved
-
-
-def _has_host_memory(array: jax.Array) -> bool:
-    device = next(iter(array.sharding.addressable_devices))
-    return any(memory.kind == _HOST_MEMORY for memory in device.addressable_memories())
-
-
-def _copy_by_computation(pieces: Sequence[jax.Array]) -> list[jax.Array]:
-    """Copies to where they are, behind what is queued there, in one call for each device."""
-    by_device: dict[jax.Device, list[int]] = {}
-    for position, piece in enumerate(pieces):
-        by_device.setdefault(piece.device, []).append(position)
-    copies: dict[int, jax.Array] = {}
-    for positions in by_device.values():
-        copied = _copy_on_device([pieces[position] for position in positions])
-        copies.update(zip(positions, copied, strict=True))
-    return [copies[position] for position in range(len(pieces))]
-
-
-@jax.jit  # type: ignore[untyped-decorator]
-def _copy_on_device(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [jnp.copy(array) for array in arrays]
 
 
 def _copy_plain(leaf: Any) -> Any:

@@ -19,6 +19,7 @@ from mtcheckpoint._attempt import Means
 from mtcheckpoint._coordination import job_coordinator
 from mtcheckpoint._decider import Decider, Decision, policy_of
 from mtcheckpoint._handshake.client import ReplicatorWatch
+from mtcheckpoint._reports import Reports
 from mtcheckpoint._restored import Request, RestoredState
 from mtcheckpoint._restorer import Restorer
 from mtcheckpoint._saver import Saver, SaveRequest
@@ -96,9 +97,11 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
         self._session = Session(config, self._topology, self._coordinator)
         self._watch: ReplicatorWatch | None = None
         self._saver: Saver | None = None
+        self._reports = Reports(self._coordinator)
         self._decider = Decider(
             self._coordinator,
             policy_of(config, policy),
+            self._reports,
             save_on_start=config.save_checkpoint_on_start,
             ask_every=_ASK_EVERY_STEPS if config.enable_replicator else _policy.NEVER,
         )
@@ -470,6 +473,7 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
             ),
             open_writer=self._open_writer,
             coordinator=self._coordinator,
+            reports=self._reports,
             identity=Identity(
                 job=config.run_name,
                 step=0,

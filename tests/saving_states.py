@@ -19,7 +19,7 @@ from mtcheckpoint import _snapshot
 _NARROW = ("int4", "float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "int8")
 _ROUNDS = 4
 _SIDE = 1024
-_IS_HOST_MEMORY = _snapshot._is_host_memory
+_IS_HOST_MEMORY = _snapshot.is_host_memory
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def handed_over(root: str) -> dict[str, Any]:
         for step in range(_ROUNDS):
             # As if these were other devices than CPUs, whose memory has to be copied.
             copied = step % 2 == 1
-            _snapshot._is_host_memory = (lambda _: False) if copied else _IS_HOST_MEMORY
+            _snapshot.is_host_memory = (lambda _: False) if copied else _IS_HOST_MEMORY
             state = state_of(step)
             extras["batches"] = [step]
             metadata["note"] = ["as handed over"]

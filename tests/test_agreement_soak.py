@@ -31,21 +31,25 @@ def decide_often(decisions: int) -> dict[str, Any]:
     from mtcheckpoint._decider import Decider
     from mtcheckpoint._jax import job_store
     from mtcheckpoint._policy import Continuous
+    from mtcheckpoint._reports import Reports
 
     rng = random.Random(f"stalls of {jobs.rank()}")
     coordinator = job_coordinator("soak", timeout_secs=60)
-    decider = Decider(coordinator, Continuous(), save_on_start=True)
+    reports = Reports(coordinator)
+    decider = Decider(coordinator, Continuous(), reports, save_on_start=True)
     answers, saved = hashlib.sha256(), 0
     pending: tuple[int, int] | None = None
     for step in range(decisions):
         if rng.random() < 0.02:
             threading.Event().wait(rng.uniform(0.0, 0.02))
         if pending is not None and step >= pending[1]:
-            report = {"host": "h", "finished_step": pending[0], "taken_step": pending[0]}
-            coordinator.announce("report", report)
+            step_taken = {"finished_step": pending[0], "taken_step": pending[0]}
+            reports.tell({"host": "h", **step_taken})
             pending = None
         if step % 5 == 0:
             coordinator.gather("training needs all", None)
+        if rng.random() < 0.5:
+            reports.listen()
         decision = decider.decide(step)
         answers.update(json.dumps([step, decision.save, decision.reason]).encode())
         if decision.save:

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._decider import Decider
 from mtcheckpoint._jax import MemoryStore
 from mtcheckpoint._policy import Continuous, FixedInterval, Policy
+from mtcheckpoint._reports import Reports
 
 
 def _job(
     policy: Policy, processes: int = 2
-) -> tuple[MemoryStore, list[Coordinator], list[Decider]]:
+) -> tuple[MemoryStore, list[Reports], list[Decider]]:
     store = MemoryStore()
     coordinators = [
         Coordinator(store, process=p, processes=processes, namespace="test")
         for p in range(processes)
     ]
+    reports = [Reports(coordinator) for coordinator in coordinators]
     deciders = [
-        Decider(coordinator, policy, save_on_start=False, now=lambda: 0.0)
-        for coordinator in coordinators
+        Decider(coordinator, policy, told, save_on_start=False, now=lambda: 0.0)
+        for coordinator, told in zip(coordinators, reports, strict=True)
     ]
-    return store, coordinators, deciders
+    return store, reports, deciders
 
 
-def _report(coordinator: Coordinator, finished_step: int | None) -> None:
-    coordinator.announce(
-        "report", {"host": "h", "finished_step": finished_step, "taken_step": finished_step}
-    )
+def _finish(reports: list[Reports], process: int, step: int) -> None:
+    """A process has finished a save, and process 0 hears of it."""
+    reports[process].tell({"host": "h", "finished_step": step, "taken_step": step})
+    reports[0].listen()
 
 
 def test_answers_are_deleted_although_nothing_is_ever_saved() -> None:
@@ -51,24 +56,24 @@ def test_answers_that_a_slow_process_has_not_read_stay() -> None:
 
 
 def test_a_save_in_progress_is_asked_about_at_every_step() -> None:
-    _, coordinators, (first, _) = _job(FixedInterval(1000))
+    _, reports, (first, _) = _job(FixedInterval(1000))
     assert first.decide(1000).save
     first.started(1000)
     assert first.decide(1001).ask_again_at == 1002
-    _report(coordinators[0], 1000)
+    _finish(reports, 0, 1000)
     assert first.decide(1002).ask_again_at == 1003
-    _report(coordinators[1], 1000)
+    _finish(reports, 1, 1000)
     assert first.decide(1003).ask_again_at == 2000
 
 
 def test_it_is_asked_again_until_all_know_how_a_save_has_ended() -> None:
     """All have reported before process 0 knows that the others know."""
-    _, coordinators, deciders = _job(FixedInterval(1000))
+    _, reports, deciders = _job(FixedInterval(1000))
     for decider in deciders:
         assert decider.decide(1000, commits=0).save
         decider.started(1000)
-    for coordinator in coordinators:
-        _report(coordinator, 1000)
+    for process in range(2):
+        _finish(reports, process, 1000)
     for decider in deciders:
         assert decider.decide(1001, commits=0) == deciders[0].decide(1001, commits=0)
         assert decider.decide(1001).ask_again_at == 1002
@@ -79,20 +84,57 @@ def test_it_is_asked_again_until_all_know_how_a_save_has_ended() -> None:
         assert decider.decide(1003, commits=commits).commits == 1
 
 
-def test_the_store_is_not_asked_while_process_0_is_still_saving() -> None:
-    store, coordinators, (first, second) = _job(Continuous())
+def test_the_training_thread_never_asks_for_the_reports() -> None:
+    store, reports, (first, second) = _job(Continuous())
+    for decider in (first, second):
+        decider.started(0)
     listed = []
     listing = store.list
     store.list = lambda folder: listed.append(folder) or listing(folder)  # type: ignore[method-assign]
-    for coordinator in coordinators:
-        _report(coordinator, None)
-    for decider in (first, second):
-        decider.started(0)
-    listed.clear()
     assert not first.decide(1).save
+    reports[0].tell({"host": "h", "finished_step": 0, "taken_step": 0})
+    assert "process 1" in first.decide(2).reason, "its own is known without listening"
+    reports[1].tell({"host": "h", "finished_step": 0, "taken_step": 0})
+    assert not first.decide(3).save, "not heard yet"
     assert "test/announced/report" not in listed
-    _report(coordinators[0], 0)
-    assert "process 1" in first.decide(2).reason
-    _report(coordinators[1], 0)
-    assert first.decide(3).save
-    assert [second.decide(step) for step in (1, 2, 3)][-1].save
+    reports[0].listen()
+    assert first.decide(4).save
+    assert [second.decide(step) for step in (1, 2, 3, 4)][-1].save
+
+
+def test_process_0_listens_closely_while_it_waits_for_others() -> None:
+    _, reports, _ = _job(Continuous())
+    assert not any(told.awaited for told in reports), "nothing was saved yet"
+    reports[0].tell({"finished_step": 3, "taken_step": None})
+    assert not reports[0].awaited, "its own replicator comes first"
+    reports[0].tell({"finished_step": 3, "taken_step": 3})
+    assert reports[0].awaited
+    for taken in (None, 3):
+        before = reports[0].awaited
+        reports[1].tell({"finished_step": 3, "taken_step": taken})
+        assert reports[0].awaited == before, "it has not listened"
+        reports[0].listen()
+        assert reports[0].awaited == (taken is None)
+    assert not reports[1].awaited, "only process 0 listens"
+    reports[1].listen()
+    assert list(reports[1].known) == [1]
+
+
+def test_a_call_that_takes_long_is_not_repeated_at_once() -> None:
+    store, reports, _ = _job(Continuous())
+    reports[0].tell({"finished_step": 3, "taken_step": 3})
+    calls: list[str] = []
+    listing = store.list
+
+    def slow(folder: str) -> dict[str, bytes]:
+        calls.append(folder)
+        threading.Event().wait(0.05)
+        return listing(folder)
+
+    store.list = slow  # type: ignore[method-assign]
+    reports[0].listen()
+    begun = time.monotonic()
+    while len(calls) < 2:
+        assert time.monotonic() - begun < 10
+        reports[0].listen_when_due()
+    assert time.monotonic() - begun >= 0.2
