@@ -113,14 +113,14 @@ def train(root: str, size_bytes: int) -> dict[str, Any]:
             state, total = train_step(state)
             assert float(total) >= 0.0  # waits for the step, as a loop that logs its loss does
             time.sleep(max(0.0, _STEP_SECONDS - (time.perf_counter() - begun)))
-            asked = manager._decider._asked
+            asked = manager._decider.asked
             begun = time.perf_counter()
             saved = manager.save(step, state)
             seconds = time.perf_counter() - begun
             if saved:
                 found["saves"] += 1
             else:
-                found["asked" if manager._decider._asked > asked else "unasked"].append(seconds)
+                found["asked" if manager._decider.asked > asked else "unasked"].append(seconds)
         latest = manager.latest_step()
         assert latest is not None and found["saves"] > 0
     return found

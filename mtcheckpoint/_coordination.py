@@ -208,6 +208,15 @@ class Coordinator:
             return self._conclude(folder, topic, compute)
         return self._await_verdict(folder, topic, self._deadline(timeout_secs))
 
+    def led(self, topic: str) -> Any | None:
+        """What process 0 has published under a topic of `lead`; None so far. Does not wait.
+
+        Raises:
+            CoordinationError: an error was published; as in `lead`.
+        """
+        verdict = self._store.get(f"{self._namespace}/lead/{topic}/verdict")
+        return None if verdict is None else _answer(verdict)
+
     def forget(self, *topics: str) -> None:
         """Deletes what `lead` published under these topics and below them.
 

@@ -3,16 +3,20 @@
 Process 0 decides, from what all have reported, and the others read its answer: nobody votes, nobody
 waits for the slowest, and a policy that looks at its own host's clock or disk is asked on one host
 only. An answer also says up to which step there is no need to ask again.
+
+When all are free for the next save, the background thread of process 0 answers before anybody asks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mtcheckpoint import _policy
+from mtcheckpoint._answers import Answers
 from mtcheckpoint._backlog import Backlog
 from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint._orbax import OrbaxPolicy, is_continuous
@@ -22,9 +26,6 @@ from mtcheckpoint._reports import Reports
 from mtcheckpoint.config import CheckpointConfig
 
 __all__ = ["Decider", "Decision", "policy_of"]
-
-# Answers are deleted in blocks of this many, when all processes have read them.
-_BLOCK = 256
 
 
 def policy_of(config: CheckpointConfig, given: Any = None) -> Policy:
@@ -89,6 +90,8 @@ class Decision:
         failed_saves: how many saves of this run have failed.
         commits: how many were committed on all processes.
         faults: what stops the run, by process; empty while all is well.
+        step: the step it was given for; one that was given ahead holds for later ones, too.
+        turn: how many saves and restores had begun; it holds until the next one begins.
     """
 
     save: bool
@@ -97,13 +100,15 @@ class Decision:
     failed_saves: int = 0
     commits: int = 0
     faults: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    step: int = -1
+    turn: int = 0
 
 
 class Decider:
     """Answers "save this step?" on every process, with process 0's answer.
 
-    Call every method on all processes, in the same order; what changes the next answer or the next
-    question must change on all at once.
+    Call every method but `look_ahead` on all processes, in the same order; what changes the next
+    answer or the next question must change on all at once.
     """
 
     def __init__(
@@ -127,6 +132,7 @@ class Decider:
             now: seconds since the epoch.
         """
         self._coordinator = coordinator
+        self._answers = Answers(coordinator, "decision")
         self._policy = policy
         self._reports = reports
         self._save_on_start = save_on_start
@@ -138,11 +144,16 @@ class Decider:
         self._saved: list[tuple[int, float]] = []
         self._started: int | None = None
         self._begun = 0  # saves of this run
+        self._turn = 0
         self._answered: tuple[int, Decision] | None = None
         self._unasked = Decision(save=False, reason="not due", ask_again_at=0)
         self._last_step = -1
-        self._asked = 0
-        self._kept = 0  # the first block of answers that was not deleted
+        self._lock = threading.Lock()
+
+    @property
+    def asked(self) -> int:
+        """How many questions process 0 has answered for this process; the same on all."""
+        return self._answers.asked
 
     def decide(
         self, step: int, *, failed: Sequence[int] = (), commits: int | None = None
@@ -155,6 +166,10 @@ class Decider:
             commits: how many saves were committed on all processes, as process 0 knows; None when
                 it does not: then that of earlier answers is not told anew.
         """
+        with self._lock:
+            return self._decide(step, failed, commits)
+
+    def _decide(self, step: int, failed: Sequence[int], commits: int | None) -> Decision:
         if self._answered is not None and self._answered[0] == step:
             return self._answered[1]
         if step >= self._unasked.ask_again_at or step < self._last_step:
@@ -165,59 +180,68 @@ class Decider:
         answered = self._answered
         return answered[1] if answered is not None and answered[0] == step else self._unasked
 
+    def look_ahead(self, *, failed: Sequence[int], commits: int) -> bool:
+        """For a background thread: answers the next question, or fetches the answer.
+
+        Args:
+            failed: as for `decide`.
+            commits: as for `decide`.
+
+        Returns:
+            True to look again in a moment.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False  # asked at this very moment
+        try:
+            about_to_save = self._answered is not None and self._answered[1].save
+            if self._started is None or about_to_save or self._answers.is_ahead:
+                return False
+            if not self._coordinator.is_leader:
+                return self._answers.fetch_ahead()
+            decision = self._foreseen(failed, commits)
+            if decision is not None:
+                self._answers.give_ahead(dataclasses.asdict(decision))
+            return False
+        finally:
+            self._lock.release()
+
     def started(self, step: int) -> None:
         """Notes that a save of `step` was started."""
-        self._saved = [pair for pair in self._saved if pair[0] < step]
-        self._saved.append((step, self._now()))
-        self._pace.started(step, self._saved[-1][1])
-        self._started = step
-        self._begun += 1
-        self._answered = None
-        # Asked again at the next step, whatever the policy said: the save may fail.
-        self._unasked = dataclasses.replace(self._unasked, ask_again_at=step + 1)
+        with self._lock:
+            self._saved = [pair for pair in self._saved if pair[0] < step]
+            self._saved.append((step, self._now()))
+            self._pace.started(step, self._saved[-1][1])
+            self._started = step
+            self._begun += 1
+            self._turn += 1
+            self._answered = None
+            # Asked again at the next step, whatever the policy said: the save may fail.
+            self._unasked = dataclasses.replace(self._unasked, ask_again_at=step + 1)
 
     def resume_after(self, step: int) -> None:
         """Notes that the run goes on from a restored step."""
-        self._first_step = step + 1
-        self._saved = []
-        self._pace = Pace()
-        self._started = None
-        self._answered = None
-        self._last_step = step
-        self._unasked = dataclasses.replace(self._unasked, ask_again_at=0)
+        with self._lock:
+            self._first_step = step + 1
+            self._saved = []
+            self._pace = Pace()
+            self._started = None
+            self._turn += 1
+            self._answered = None
+            self._last_step = step
+            self._unasked = dataclasses.replace(self._unasked, ask_again_at=0)
 
     def _ask(self, step: int, failed: Sequence[int], commits: int | None) -> Decision:
-        block, number = divmod(self._asked, _BLOCK)
-        if number == 0:
-            self._turn_page(block)
-        self._asked += 1
-        answer = self._coordinator.lead(
-            f"decision/{block}/{number}",
-            lambda: dataclasses.asdict(self._judge(step, failed, commits)),
-        )
-        return Decision(**answer)
-
-    def _turn_page(self, block: int) -> None:
-        """Says that this process has read the answers before `block`, and deletes read ones."""
-        self._coordinator.announce("decision/block", block)
-        read = self._coordinator.announced("decision/block") if self._coordinator.is_leader else {}
-        if len(read) == self._coordinator.processes:
-            read_by_all = min(read.values())
-            self._coordinator.forget(*(f"decision/{b}" for b in range(self._kept, read_by_all)))
-            self._kept = read_by_all
+        while True:
+            answer = self._answers.take(
+                lambda: dataclasses.asdict(self._judge(step, failed, commits))
+            )
+            decision = Decision(**answer)
+            # One that was given ahead, and then something else came in between.
+            if decision.turn == self._turn and decision.step <= step:
+                return decision
 
     def _judge(self, step: int, failed: Sequence[int], commits: int | None) -> Decision:
-        told = self._reports.known
-        faults = {str(p): fields["fault"] for p, fields in told.items() if fields.get("fault")}
-        state = ClusterState(
-            step=step,
-            now_seconds=self._now(),
-            processes=self._coordinator.processes,
-            reports=tuple(_report(process, fields) for process, fields in told.items()),
-            saved=tuple(pair for pair in self._saved if pair[0] not in failed),
-            started_step=self._started,
-            first_step=self._first_step,
-        )
+        state, faults = self._state(step, failed)
         self._backlog.look(state)
         verdict = _policy.decide(self._policy, state, save_on_start=self._save_on_start)
         # All have reported before all know how it ended.
@@ -229,7 +253,43 @@ class Decider:
             failed_saves=len(failed),
             commits=commits or 0,
             faults=faults,
+            step=step,
+            turn=self._turn,
         )
+
+    def _foreseen(self, failed: Sequence[int], commits: int) -> Decision | None:
+        """A yes to the next question, which time alone does not make a no; None else."""
+        step = max(self._unasked.ask_again_at, self._last_step + 1)
+        state, faults = self._state(step, failed)
+        unsettled = commits + len(failed) < self._begun
+        if faults or unsettled or isinstance(self._policy, _UserPolicy):
+            return None
+        verdict = _policy.decide(self._policy, state, save_on_start=self._save_on_start)
+        if not verdict.save:
+            return None
+        return Decision(
+            save=True,
+            reason=verdict.reason,
+            ask_again_at=min(verdict.ask_again_at, step + self._ask_every),
+            failed_saves=len(failed),
+            commits=commits,
+            step=step,
+            turn=self._turn,
+        )
+
+    def _state(self, step: int, failed: Sequence[int]) -> tuple[ClusterState, dict[str, str]]:
+        """What is known when `step` asks, and what stops the run, by process."""
+        told = self._reports.known
+        state = ClusterState(
+            step=step,
+            now_seconds=self._now(),
+            processes=self._coordinator.processes,
+            reports=tuple(_report(process, fields) for process, fields in told.items()),
+            saved=tuple(pair for pair in self._saved if pair[0] not in failed),
+            started_step=self._started,
+            first_step=self._first_step,
+        )
+        return state, {str(p): fields["fault"] for p, fields in told.items() if fields.get("fault")}
 
     def _ask_again_at(self, state: ClusterState, verdict: Verdict, unsettled: bool) -> int:
         step, now = state.step, state.now_seconds

@@ -106,7 +106,10 @@ def _copy_whole(mesh: Mesh, arrays: list[jax.Array]) -> Sequence[jax.Array]:
 
 @functools.lru_cache(maxsize=64)
 def _copier(shardings: tuple[Sharding, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    return jax.jit(_copied, out_shardings=list(shardings))
+    copier: Callable[[list[jax.Array]], list[jax.Array]] = jax.jit(
+        _copied, out_shardings=list(shardings)
+    )
+    return copier
 
 
 def _copy_pieces(pieces: list[jax.Array]) -> Sequence[jax.Array]:
@@ -157,4 +160,4 @@ def _moves_to_host(sharding: Sharding) -> bool:
 
 
 def _default_memory(sharding: Sharding) -> str:
-    return next(iter(sharding.addressable_devices)).default_memory().kind
+    return str(next(iter(sharding.addressable_devices)).default_memory().kind)

@@ -40,6 +40,7 @@ from mtcheckpoint._shares.volume import STAGING_FOLDER, CommittedSteps, size_byt
 from mtcheckpoint._snapshot import Snapshot
 from mtcheckpoint.errors import (
     CoordinationError,
+    MtCheckpointError,
     ReplicatorFailedError,
     SaveError,
     WaitTimeoutError,
@@ -98,6 +99,7 @@ class Saver:
         open_writer: Callable[[Path], ShareWriter],
         coordinator: Coordinator,
         reports: Reports,
+        look_ahead: Callable[..., bool] = lambda **_: False,
         identity: Identity,
         commit_not_before: float,
         timeout_secs: float,
@@ -109,6 +111,8 @@ class Saver:
             open_writer: makes the writer for a staging folder.
             coordinator: agreement with the threads of the other processes.
             reports: what the processes say of themselves; this thread tells and listens.
+            look_ahead: called in between, with the steps whose saves have ``failed`` and the number
+                of ``commits``; returns whether to call again in a moment.
             identity: who this process is; step and id are filled in at each save.
             commit_not_before: on the monotonic clock: a step that appears while the replicator is
                 still tidying up after the restore is missed.
@@ -120,6 +124,8 @@ class Saver:
         self._open_writer = open_writer
         self._coordinator = coordinator
         self._reports = reports
+        self._look_ahead = look_ahead
+        self._is_looking_ahead = False
         self._identity = identity
         self._commit_not_before = commit_not_before
         self._timeout_secs = timeout_secs
@@ -204,16 +210,17 @@ class Saver:
                 break
             self._save(request)
             # When a save is over on process 0, it knows so of all.
-            self._listen(self._reports.listen)
+            self._ask_the_store(self._reports.listen)
             del request  # as long as it is there, training cannot have the memory of its arrays
             self._idle.set()
+            self._ask_the_store(self._prepare_the_next_decision)
             self._steps.sweep()  # nobody waits for it
         self._look_at_the_first_step()
         if self._writer is not None:
             self._writer.close()
 
     def _idle_seconds(self) -> float:
-        busy = self._steps.pending or self._reports.awaited
+        busy = self._steps.pending or self._reports.awaited or self._is_looking_ahead
         return POLL_SECONDS if busy else _IDLE_POLL_SECONDS
 
     def _watch(self) -> None:
@@ -227,7 +234,8 @@ class Saver:
             self._fault = str(error)
         if news:
             self._report()
-        self._listen(self._reports.listen_when_due)
+        self._ask_the_store(self._reports.listen_when_due)
+        self._ask_the_store(self._prepare_the_next_decision)
 
     def _look_at_the_first_step(self) -> None:
         """Before the end: only this thread can announce a step again that was missed."""
@@ -247,11 +255,15 @@ class Saver:
             # The deciding process hears nothing, so nothing more is saved: training goes on.
             _LOG.warning("cannot report to the deciding process: %s", error)
 
-    def _listen(self, listening: Callable[[], None]) -> None:
+    def _prepare_the_next_decision(self) -> None:
+        self._is_looking_ahead = self._look_ahead(failed=self.failed, commits=self.commits)
+
+    def _ask_the_store(self, question: Callable[[], None]) -> None:
+        """For what the training thread would else ask itself, and then hears of the error."""
         try:
-            listening()
-        except CoordinationError as error:
-            _LOG.warning("cannot hear what the other processes report: %s", error)
+            question()
+        except MtCheckpointError as error:
+            _LOG.warning("cannot learn of the other processes: %s", error)
 
     def _save(self, request: SaveRequest) -> None:
         begun = time.monotonic()

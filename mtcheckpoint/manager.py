@@ -474,6 +474,7 @@ class ReplicatedCheckpointManager(_orbax.AbstractCheckpointManager):  # type: ig
             open_writer=self._open_writer,
             coordinator=self._coordinator,
             reports=self._reports,
+            look_ahead=self._decider.look_ahead,
             identity=Identity(
                 job=config.run_name,
                 step=0,

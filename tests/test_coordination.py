@@ -280,6 +280,18 @@ def test_a_lead_does_not_wait_and_is_computed_once() -> None:
     assert others == ["yes", "yes"]
 
 
+def test_what_a_leader_has_published_is_seen_without_waiting() -> None:
+    store = MemoryStore()
+    leader, other = (Coordinator(store, process=p, processes=2, namespace="t") for p in (0, 1))
+    assert other.led("answer") is None
+    leader.lead("answer", lambda: 7)
+    assert [c.led("answer") for c in (leader, other)] == [7, 7]
+    with pytest.raises(ZeroDivisionError):
+        leader.lead("fault", lambda: 1 // 0)
+    with pytest.raises(CoordinationError, match="ZeroDivisionError"):
+        other.led("fault")
+
+
 def test_a_leader_that_does_not_come_is_named() -> None:
     store = MemoryStore()
     outcomes = on_threads(
