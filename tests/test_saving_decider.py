@@ -185,7 +185,7 @@ def test_an_answer_ahead_holds_for_later_steps() -> None:
 
 @pytest.mark.parametrize("event", ["a forced save", "a restore"])
 def test_an_answer_ahead_ends_when_something_else_comes_in_between(event: str) -> None:
-    _, reports, deciders = _saved_on_all(Continuous(), 5)
+    _, _, deciders = _saved_on_all(Continuous(), 5)
     for decider in deciders:
         if event == "a restore":
             decider.resume_after(2)
