@@ -20,11 +20,11 @@ import tensorstore as ts
 import xxhash
 
 from mtcheckpoint._clock import Deadline
+from mtcheckpoint._ocdbt_index import Stored
 from mtcheckpoint._restore import Box, Chunk, box_shape
 from mtcheckpoint._shares.array_index import state_files
 from mtcheckpoint._shares.contents import ShareContents, is_unreadable
 from mtcheckpoint._shares.identity import STATE_ITEM
-from mtcheckpoint._shares.ocdbt import Stored
 from mtcheckpoint._shares.peer_stream import PeerStream
 from mtcheckpoint._shares.places import LocalPlace, PeerPlace, open_regular
 from mtcheckpoint._shares.seal import digest_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import http.server
+import json
 import os
 import re
 import threading
@@ -19,10 +20,11 @@ import tensorstore as ts
 from mtcheckpoint._chunk_reads import ChunkRead, ReadPool, StateFiles, runs_of
 from mtcheckpoint._clock import Deadline
 from mtcheckpoint._host_array import HostArray
+from mtcheckpoint._ocdbt_index import Stored
 from mtcheckpoint._shares import ocdbt
 from mtcheckpoint._shares.array_index import read_index
 from mtcheckpoint._shares.contents import Leaf, ShareContents
-from mtcheckpoint._shares.ocdbt import MANIFEST_FILE, Stored, index_of
+from mtcheckpoint._shares.ocdbt import MANIFEST_FILE, index_of
 from mtcheckpoint._shares.peer_stream import PeerStream
 from mtcheckpoint._shares.places import LocalPlace, PeerPlace
 from mtcheckpoint._shares.seal import Seal
@@ -89,6 +91,27 @@ def read_all(reads: list[ChunkRead]) -> int:
     )
     with ReadPool(2, 1 << 20) as pool:
         return len(list(pool.done(runs_of(reads, files))))
+
+
+@pytest.mark.parametrize("node_bytes", [1 << 10, 1 << 12, 8 << 20])
+def test_an_index_of_many_nodes_and_versions_is_read_to_its_end(
+    volume_root: Path, node_bytes: int
+) -> None:
+    """Nodes below the root leave out what all their keys begin with."""
+    base = f"file://{volume_root}/share/state/"
+    config = {"max_inline_value_bytes": 16, "max_decoded_node_bytes": node_bytes}
+    files = {"driver": "ocdbt", "base": base, "config": config}
+    names = [f"params.layer_{n}.{part}" for n in range(60) for part in ("kernel", "bias")]
+    for name in names:
+        spec = {"driver": "zarr3", "kvstore": {**files, "path": f"{name}/"}}
+        grid = {"name": "regular", "configuration": {"chunk_shape": [4]}}
+        spec["metadata"] = {"shape": [12], "data_type": "int32", "chunk_grid": grid}
+        array = ts.open(spec, create=True).result()
+        array[...] = np.arange(1, 13, dtype=np.int32)
+    index = read_index(LocalPlace(volume_root / "share"), CONTEXT, deadline())
+    assert sorted(index.metadata) == sorted(names)
+    assert all(json.loads(text)["shape"] == [12] for text in index.metadata.values())
+    assert {tuple(sorted(chunks)) for chunks in index.chunks.values()} == {((0,), (1,), (2,))}
 
 
 def test_neighbours_come_in_one_read(volume_root: Path) -> None:

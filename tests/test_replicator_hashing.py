@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import tensorstore as ts
+from blake3 import blake3
 from google_replicator import SOURCE_VARIABLE
 from shares import write_share
 
 from mtcheckpoint._handshake import files
-from mtcheckpoint._replicator.hashing import share_digest
+from mtcheckpoint._ocdbt_index import Stored
+from mtcheckpoint._replicator.hashing import _value_digest, share_digest
 
 _SCRIPT = """
 import sys, pathlib
@@ -68,6 +71,40 @@ def test_the_hash_covers_values_not_their_layout(volume_root: Path) -> None:
     assert digests[0] == digests[1]
     assert digests[0] != digests[2]
     assert all(files.DATA_NAME.fullmatch(files.data_name(digest)) for digest in digests)
+
+
+def large_store(item: Path) -> Path:
+    """Values in the index, values beside it, one of several blocks, many keys, two commits."""
+    item.mkdir(parents=True)
+    config = {"max_inline_value_bytes": 100, "max_decoded_node_bytes": 4096}
+    spec = {"driver": "ocdbt", "base": f"file://{item}/", "config": config}
+    store = ts.KvStore.open(spec).result()
+    values = {f"in/{n}": b"i" * n for n in range(90)}
+    values |= {f"out/{n}": os.urandom(200 + n) for n in range(300)}
+    for key, value in values.items():
+        store[key] = b"before"
+        store[key] = value
+    store["large"] = os.urandom((5 << 20) + 3)
+    store["empty"] = b""
+    del store["in/3"]
+    return item
+
+
+def test_the_hash_is_that_of_the_values_as_tensorstore_reads_them(volume_root: Path) -> None:
+    item = large_store(volume_root / "share" / "state")
+    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{item}/"}).result()
+    keys = sorted(store.list().result())
+    lines = "".join(f"{key!r}\t{blake3(store[key]).hexdigest()}\n" for key in keys)
+    assert len(keys) == 390 + 1
+    expected = "D" + blake3(lines.encode()).hexdigest()
+    assert share_digest(item.parent, "orbax") == expected
+
+
+def test_a_value_beyond_the_end_of_its_file_has_no_hash(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"x" * 100)
+    _value_digest(tmp_path, Stored(file="data", offset=10, length=90))
+    with pytest.raises(ValueError, match="data ends 1 bytes before the end of a value at 10"):
+        _value_digest(tmp_path, Stored(file="data", offset=10, length=91))
 
 
 def test_files_beside_the_item_do_not_count(volume_root: Path) -> None:

@@ -14,8 +14,9 @@ import tensorstore as ts
 import xxhash
 
 from mtcheckpoint._host_array import ArrayForm, HostArray
+from mtcheckpoint._ocdbt_index import Stored
 from mtcheckpoint._shares import ocdbt, write_plan, writing
-from mtcheckpoint._shares.ocdbt import MANIFEST_FILE, Stored, index_of
+from mtcheckpoint._shares.ocdbt import MANIFEST_FILE, index_of
 from mtcheckpoint._shares.write_plan import plan_writes
 from mtcheckpoint._shares.writing import WrittenArrays, write_arrays
 from mtcheckpoint._snapshot import _is_storable

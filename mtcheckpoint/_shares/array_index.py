@@ -6,25 +6,20 @@ One read of the index tells of all arrays; opening them one by one would take a 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import urllib.parse
 from collections.abc import Iterator, Mapping
-from pathlib import PurePosixPath
 from typing import Any
 
 import tensorstore as ts
 
 from mtcheckpoint._clock import Deadline
+from mtcheckpoint._ocdbt_index import Stored, index_entries
 from mtcheckpoint._restore import Chunk, chunk_at
 from mtcheckpoint._shares.identity import STATE_ITEM
-from mtcheckpoint._shares.ocdbt import Stored
 from mtcheckpoint._shares.places import Place
 
 __all__ = ["ArrayIndex", "read_index", "state_files"]
 
 _METADATA = "/zarr.json"
-# Far more than any index has: OCDBT fills nodes of megabytes.
-_MOST_LEVELS, _MOST_NODES = 8, 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +50,8 @@ def read_index(place: Place, context: ts.Context, deadline: Deadline) -> ArrayIn
     files = _result(state_files(place, context), deadline)
     texts: dict[str, Stored | bytes] = {}
     chunks: dict[str, dict[Chunk, Stored | bytes]] = {}
-    for key, value in _entries(files, context, deadline):
+    for raw_key, value in index_entries(files, context, deadline):
+        key = raw_key.decode()
         name, chunk_separator, position = key.rpartition("/c")
         if key.endswith(_METADATA):
             texts[key.removesuffix(_METADATA)] = value
@@ -79,45 +75,6 @@ def _texts(
     for name, value in found.items():
         text = value if isinstance(value, bytes) else _result(reads[name], deadline).value
         yield name, text
-
-
-def _entries(
-    files: Any, context: ts.Context, deadline: Deadline
-) -> Iterator[tuple[str, Stored | bytes]]:
-    """All keys of the newest version and their values."""
-    manifest = _result(ts.ocdbt.dump(files, context=context), deadline)
-    root = manifest["versions"][-1]["root"].get("location")
-    level = [root] if root is not None else []
-    for _ in range(_MOST_LEVELS):
-        nodes = [ts.ocdbt.dump(files, location, context=context) for location in level]
-        level = []
-        for node in nodes:
-            for entry in _result(node, deadline)["entries"]:
-                if "location" in entry:
-                    level.append(entry["location"])
-                else:
-                    yield entry["key"].decode(), _value(entry)
-        if len(level) > _MOST_NODES:
-            break
-    if level:
-        raise ValueError("its index of arrays has more levels or nodes than any has")
-
-
-def _value(entry: Mapping[str, Any]) -> Stored | bytes:
-    inline = entry.get("inline_value")
-    if inline is not None:
-        return bytes(inline)
-    # kind:base path:path:offset:length, the paths percent-encoded
-    _, base, path, offset, length = entry["indirect_value"].split(":")
-    return Stored(file=_file(base, path), offset=int(offset), length=int(length))
-
-
-@functools.lru_cache(maxsize=64)
-def _file(base: str, path: str) -> str:
-    file = urllib.parse.unquote(base) + urllib.parse.unquote(path)
-    if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\0" in file:
-        raise ValueError(f"its index of arrays points out of it: {file[:200]!r}")
-    return file
 
 
 def _result(future: Any, deadline: Deadline) -> Any:

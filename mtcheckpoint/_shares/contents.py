@@ -15,6 +15,7 @@ from typing import Any
 import tensorstore as ts
 
 from mtcheckpoint._clock import Deadline
+from mtcheckpoint._ocdbt_index import Stored
 from mtcheckpoint._restore import Chunk
 from mtcheckpoint._shares.array_index import ArrayIndex, read_index
 from mtcheckpoint._shares.identity import (
@@ -26,7 +27,6 @@ from mtcheckpoint._shares.identity import (
     decode_extras,
     identity_from_json,
 )
-from mtcheckpoint._shares.ocdbt import Stored
 from mtcheckpoint._shares.places import Place
 from mtcheckpoint._shares.read_ahead import ReadAhead
 from mtcheckpoint._shares.seal import SEAL_FILE, Seal, Verify, seal_from_json

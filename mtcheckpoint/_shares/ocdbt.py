@@ -17,7 +17,9 @@ from typing import Any
 import google_crc32c
 import tensorstore as ts
 
-__all__ = ["MANIFEST_FILE", "Index", "Node", "Stored", "index_of"]
+from mtcheckpoint._ocdbt_index import Stored
+
+__all__ = ["MANIFEST_FILE", "Index", "Node", "index_of"]
 
 MANIFEST_FILE = "manifest.ocdbt"
 
@@ -32,21 +34,6 @@ _MAX_INLINE_BYTES = 1 << 14
 _MAX_NODE_BYTES = 8 << 20
 _TARGET_NODE_BYTES = 4 << 20
 _ENTRY_BYTES = 64
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
-    """Where a value lies.
-
-    Attributes:
-        file: data file, relative to the database.
-        offset: of its first byte.
-        length: in bytes.
-    """
-
-    file: str
-    offset: int
-    length: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

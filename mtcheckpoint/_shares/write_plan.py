@@ -17,8 +17,9 @@ import numpy as np
 import tensorstore as ts
 
 from mtcheckpoint._host_array import ArrayForm
+from mtcheckpoint._ocdbt_index import Stored
 from mtcheckpoint._restore import Chunk, box_shape, chunk_key, chunks_touching
-from mtcheckpoint._shares.ocdbt import Index, Stored, index_of
+from mtcheckpoint._shares.ocdbt import Index, index_of
 
 __all__ = ["DATA_FOLDER", "DataFile", "PlannedChunk", "WritePlan", "plan_writes"]
 
