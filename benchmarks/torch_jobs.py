@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import shutil
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 
 from benchmarks import states
-from benchmarks.timing import clocked
+from benchmarks.timing import clocked, own_part, warm_memory
 from benchmarks.turns import Turns
 from mtcheckpoint.testing import report, this_process
 
@@ -36,9 +37,9 @@ def save_and_load(root: str, size_bytes: int, pairs: int) -> None:
     for step in range(1, pairs + 2):
         with turns.turn():
             folder = Path(root) / "torch" / str(step)
-            dist.barrier()
+            _together(size_bytes)
             told["torch save"].append(_saved(folder, state))
-            dist.barrier()
+            _together(size_bytes)
             told["torch load"].append(_loaded(folder, target))
             if step == 1:
                 _assert_equal(target, state)
@@ -47,6 +48,14 @@ def save_and_load(root: str, size_bytes: int, pairs: int) -> None:
                 shutil.rmtree(folder)
             dist.barrier()
     report("measured", times=told)
+
+
+def _together(size_bytes: int) -> None:
+    import torch.distributed as dist
+
+    gc.collect()
+    warm_memory(own_part(size_bytes))
+    dist.barrier()
 
 
 def _start(coordinator: str, rank: int, processes: int) -> None:

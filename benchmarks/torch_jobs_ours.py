@@ -7,7 +7,7 @@ import gc
 from jax.experimental import multihost_utils
 
 from benchmarks import sides, states
-from benchmarks.timing import clocked
+from benchmarks.timing import clocked, own_part, warm_memory
 from benchmarks.turns import Turns
 from mtcheckpoint.testing import this_process
 
@@ -35,34 +35,35 @@ def save_and_load(root: str, size_bytes: int, pairs: int) -> dict[str, list[dict
     told: dict[str, list[dict[str, float]]] = {"ours save": [], "ours load": []}
     for step in range(1, pairs + 2):
         with turns.turn():
-            told["ours save"].append(_saved(saver, step, state))
-            told["ours load"].append(_loaded(loader, tree))
+            told["ours save"].append(_saved(saver, step, state, size_bytes))
+            told["ours load"].append(_loaded(loader, tree, size_bytes))
             if step == 1:
                 sides.assert_saved(saver, state, tree)
-            _together()
+            multihost_utils.sync_global_devices("compared")
             sides.delete(saver, step)
     saver.close()
     return told
 
 
-def _saved(side: sides.Ours, step: int, state: object) -> dict[str, float]:
+def _saved(side: sides.Ours, step: int, state: object, size_bytes: int) -> dict[str, float]:
     def save() -> None:
         side.save(step, state)
         side.wait()
 
-    _together()
+    _together(size_bytes)
     taken, _ = clocked(save)
     return taken
 
 
-def _loaded(side: sides.Ours, tree: object) -> dict[str, float]:
+def _loaded(side: sides.Ours, tree: object, size_bytes: int) -> dict[str, float]:
     side.open()
-    _together()
+    _together(size_bytes)
     taken, _ = clocked(lambda: side.restore(tree))
     side.close()
     return taken
 
 
-def _together() -> None:
+def _together(size_bytes: int) -> None:
     gc.collect()
+    warm_memory(own_part(size_bytes))
     multihost_utils.sync_global_devices("turn")

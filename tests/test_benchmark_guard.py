@@ -25,6 +25,7 @@ BOUNDS = {
     3: {
         "save_vs_orbax_replicator": 4.0,
         "blocked_vs_orbax_replicator": 8.0,
+        "blocked_queued_vs_orbax_replicator": 5.0,
         "save_vs_raw_tmpfs": 0.5,
         "restore_vs_orbax_replicator": 2.5,
         "restore_vs_raw_tmpfs": 0.3,
