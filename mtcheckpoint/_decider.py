@@ -267,6 +267,7 @@ class Decider:
         verdict = _policy.decide(self._policy, state, save_on_start=self._save_on_start)
         if not verdict.save:
             return None
+        self._backlog.look(state)  # nobody judges at the step itself
         return Decision(
             save=True,
             reason=verdict.reason,

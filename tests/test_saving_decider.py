@@ -227,6 +227,26 @@ class PreservingPolicy:
         return True
 
 
+def test_a_yes_ahead_ends_what_the_log_says_of_a_backlog(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "mtcheckpoint.decider")
+    times = iter(range(1000))
+    store = MemoryStore()
+    coordinator = Coordinator(store, process=0, processes=1, namespace="test")
+    reports = Reports(coordinator)
+    decider = Decider(
+        coordinator, Continuous(), reports, save_on_start=False, now=lambda: next(times) * 10.0
+    )
+    decider.started(5)
+    reports.tell({"host": "h", "finished_step": 5, "taken_step": None})
+    for step in range(6, 400, 3):
+        decider.decide(step)
+    assert "has not taken step 5" in caplog.text
+    reports.tell({"host": "h", "finished_step": 5, "taken_step": 5})
+    decider.look_ahead(failed=(), commits=1)
+    assert decider.decide(500, commits=1).save
+    assert "saving goes on after" in caplog.text
+
+
 def test_between_the_yes_and_its_save_nothing_is_answered_ahead() -> None:
     _, reports, deciders = _saved_on_all(Continuous(), 5)
     for decider in deciders:

@@ -122,11 +122,7 @@ def test_the_source_has_no_wait_without_a_limit() -> None:
     assert found <= ALLOWED.keys(), found - ALLOWED.keys()
 
 
-LOCAL = "local files: the replicator's own volume"
 ALLOWED = {
-    "_replicator/hashing.py: store.read(key).result()": LOCAL,
-    "_replicator/hashing.py: store.list().result()": LOCAL,
-    "_replicator/hashing.py: ts.KvStore.open({'driver': 'ocdbt', 'base': base}).result()": LOCAL,
     "_chunk_reads.py: future.result()": "each read has the deadline of the restore",
     "_shares/peers.py: self._stop.wait()": "the server's life; `stop` ends it",
     "manager.py: self._saver.wait()": "has a limit of its own for each phase",

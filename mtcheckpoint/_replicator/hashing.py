@@ -59,7 +59,8 @@ def _file_digest(path: Path) -> str:
 
 def _store_digest(item: Path) -> str:
     context = ts.Context()
-    files = ts.KvStore.open({"driver": "file", "path": f"{item}/"}, context=context).result()
+    opening = ts.KvStore.open({"driver": "file", "path": f"{item}/"}, context=context)
+    files = opening.result(timeout=_INDEX_SECONDS)
     deadline = Deadline.after(_INDEX_SECONDS)
     entries = sorted(index_entries(files, context, deadline), key=operator.itemgetter(0))
 
