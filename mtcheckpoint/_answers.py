@@ -71,9 +71,10 @@ class Answers:
         if self.is_ahead or self._opens_block or self._tries == _TRIES:
             return False
         if time.monotonic() >= self._try_at:
-            self._ahead = self._coordinator.led(self._next_topic)
+            # Before the call: one that fails is a try, too.
             self._try_at = time.monotonic() + POLL_SECONDS * 2**self._tries
             self._tries += 1
+            self._ahead = self._coordinator.led(self._next_topic)
         return not self.is_ahead and self._tries < _TRIES
 
     @property

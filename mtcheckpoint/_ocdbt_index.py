@@ -13,7 +13,7 @@ import tensorstore as ts
 
 from mtcheckpoint._clock import Deadline
 
-__all__ = ["Stored", "index_entries"]
+__all__ = ["Stored", "index_entries", "result_within"]
 
 # Far more than any index has: OCDBT fills nodes of megabytes.
 _MOST_LEVELS, _MOST_NODES = 8, 1 << 16
@@ -48,7 +48,7 @@ def index_entries(
         TimeoutError: the deadline passed.
         ValueError, LookupError, TypeError: it is damaged, or cannot be read.
     """
-    manifest = _result(ts.ocdbt.dump(files, context=context), deadline)
+    manifest = result_within(ts.ocdbt.dump(files, context=context), deadline)
     root = manifest["versions"][-1]["root"].get("location")
     # Nodes, and what all keys below each begin with, which it leaves out.
     level = [(root, b"")] if root is not None else []
@@ -58,7 +58,7 @@ def index_entries(
         ]
         level = []
         for node, prefix in nodes:
-            for entry in _result(node, deadline)["entries"]:
+            for entry in result_within(node, deadline)["entries"]:
                 if "location" in entry:
                     below = prefix + entry["subtree_common_prefix"]
                     level.append((entry["location"], below))
@@ -87,5 +87,10 @@ def _file(base: str, path: str) -> str:
     return file
 
 
-def _result(future: Any, deadline: Deadline) -> Any:
+def result_within(future: Any, deadline: Deadline) -> Any:
+    """The result of one of TensorStore's futures.
+
+    Raises:
+        TimeoutError: the deadline passed.
+    """
     return future.result(timeout=max(deadline.remaining(), 0.001))

@@ -63,7 +63,7 @@ class Reports:
         """Asks for the reports of all; on process 0 only."""
         if not self._coordinator.is_leader:
             return
-        begun = time.monotonic()
+        begun = self._listened_at = time.monotonic()  # also when this fails
         self._heard = self._coordinator.announced(_TOPIC)
         self._listened_at = time.monotonic()
         self._took_seconds = self._listened_at - begun

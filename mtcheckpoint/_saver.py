@@ -256,6 +256,7 @@ class Saver:
             _LOG.warning("cannot report to the deciding process: %s", error)
 
     def _prepare_the_next_decision(self) -> None:
+        self._is_looking_ahead = False  # also when this fails
         self._is_looking_ahead = self._look_ahead(failed=self.failed, commits=self.commits)
 
     def _ask_the_store(self, question: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -14,6 +15,7 @@ from mtcheckpoint._decider import Decider, _UserPolicy
 from mtcheckpoint._jax import MemoryStore
 from mtcheckpoint._policy import Continuous, FixedInterval, Policy
 from mtcheckpoint._reports import Reports
+from mtcheckpoint.errors import CoordinationError
 
 
 def _job(policy: Policy, processes: int = 2) -> tuple[MemoryStore, list[Reports], list[Decider]]:
@@ -272,6 +274,27 @@ def test_an_answer_that_does_not_come_is_looked_for_a_few_times_only() -> None:
     assert not second.look_ahead(failed=(), commits=1)
     assert len(gets) == 6
     assert first.decide(6, commits=1) == second.decide(6, commits=1)
+
+
+def test_a_fetch_that_fails_is_one_of_the_few_tries() -> None:
+    _, _, deciders = _job(Continuous())
+    answers = deciders[1]._answers
+    deciders[0].decide(5)
+    deciders[1].decide(5)
+    calls = []
+
+    def fail(topic: str) -> Any:
+        calls.append(topic)
+        raise CoordinationError("the store does not answer")
+
+    answers._coordinator.led = fail  # type: ignore[method-assign]
+    deadline = time.monotonic() + 10
+    while len(calls) < 6:
+        assert time.monotonic() < deadline
+        with contextlib.suppress(CoordinationError):
+            answers.fetch_ahead()
+    assert not answers.fetch_ahead()
+    assert len(calls) == 6
 
 
 def test_many_answers_given_ahead_or_not_are_the_same_on_all() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import tensorstore as ts
 
 from mtcheckpoint._clock import Deadline
-from mtcheckpoint._ocdbt_index import Stored, index_entries
+from mtcheckpoint._ocdbt_index import Stored, index_entries, result_within
 from mtcheckpoint._restore import Chunk, chunk_at
 from mtcheckpoint._shares.identity import STATE_ITEM
 from mtcheckpoint._shares.places import Place
@@ -47,7 +47,7 @@ def read_index(place: Place, context: ts.Context, deadline: Deadline) -> ArrayIn
         TimeoutError: the deadline passed.
         ValueError, LookupError, TypeError, RecursionError: it is damaged, or cannot be read.
     """
-    files = _result(state_files(place, context), deadline)
+    files = result_within(state_files(place, context), deadline)
     texts: dict[str, Stored | bytes] = {}
     chunks: dict[str, dict[Chunk, Stored | bytes]] = {}
     for raw_key, value in index_entries(files, context, deadline):
@@ -73,9 +73,5 @@ def _texts(
         if isinstance(value, Stored)
     }
     for name, value in found.items():
-        text = value if isinstance(value, bytes) else _result(reads[name], deadline).value
+        text = value if isinstance(value, bytes) else result_within(reads[name], deadline).value
         yield name, text
-
-
-def _result(future: Any, deadline: Deadline) -> Any:
-    return future.result(timeout=max(deadline.remaining(), 0.001))
