@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 from benchmarks import states
 from benchmarks.sides import Orbax, Ours, Raw, Side, assert_saved
-from benchmarks.timing import clocked, warm_memory
+from benchmarks.timing import clocked, warm_bytes, warm_memory
 from mtcheckpoint._coordination import Coordinator
 from mtcheckpoint.testing import this_process
 
@@ -134,7 +134,7 @@ def _check_once(side: Side, tree: Any) -> None:
 
 def _warm_bytes(size_bytes: int) -> int:
     """More than a process takes for its part."""
-    return size_bytes // jax.process_count() * 5 // 4
+    return warm_bytes(size_bytes, jax.process_count())
 
 
 def _in_turns(

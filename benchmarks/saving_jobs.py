@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
 from benchmarks import sides, states
-from benchmarks.timing import clocked, warm_memory
+from benchmarks.timing import clocked, warm_bytes, warm_memory
 
 __all__ = ["QUEUED_STEPS", "save", "save_behind_steps"]
 
@@ -90,7 +90,7 @@ def _opened(root: str, *names: str) -> Iterator[dict[str, sides.Side]]:
 
 def _together(size_bytes: int) -> None:
     gc.collect()
-    warm_memory(size_bytes // jax.process_count() * 5 // 4)
+    warm_memory(warm_bytes(size_bytes, jax.process_count()))
     multihost_utils.sync_global_devices("save")
 
 

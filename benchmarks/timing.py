@@ -14,7 +14,7 @@ __all__ = [
     "Told",
     "clocked",
     "cpu_seconds",
-    "own_part",
+    "warm_bytes",
     "pairs_of",
     "result_of",
     "slowest",
@@ -25,9 +25,9 @@ Told = Sequence[dict[str, list[dict[str, float]]]]
 """What each process tells: of each side that it took part in, the seconds of its rounds."""
 
 
-def own_part(size_bytes: int) -> int:
-    """What one of two processes takes of a state, and a quarter more."""
-    return size_bytes // 2 * 5 // 4
+def warm_bytes(size_bytes: int, processes: int = 2) -> int:
+    """What one of these processes takes of a state, and a quarter more."""
+    return size_bytes // processes * 5 // 4
 
 
 def warm_memory(size_bytes: int) -> None:

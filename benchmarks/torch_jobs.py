@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from benchmarks import states
-from benchmarks.timing import clocked, own_part, warm_memory
+from benchmarks.timing import clocked, warm_bytes, warm_memory
 from benchmarks.turns import Turns
 from mtcheckpoint.testing import report, this_process
 
@@ -54,7 +54,7 @@ def _together(size_bytes: int) -> None:
     import torch.distributed as dist
 
     gc.collect()
-    warm_memory(own_part(size_bytes))
+    warm_memory(warm_bytes(size_bytes))
     dist.barrier()
 
 

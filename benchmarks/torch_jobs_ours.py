@@ -7,7 +7,7 @@ import gc
 from jax.experimental import multihost_utils
 
 from benchmarks import sides, states
-from benchmarks.timing import clocked, own_part, warm_memory
+from benchmarks.timing import clocked, warm_bytes, warm_memory
 from benchmarks.turns import Turns
 from mtcheckpoint.testing import this_process
 
@@ -65,5 +65,5 @@ def _loaded(side: sides.Ours, tree: object, size_bytes: int) -> dict[str, float]
 
 def _together(size_bytes: int) -> None:
     gc.collect()
-    warm_memory(own_part(size_bytes))
+    warm_memory(warm_bytes(size_bytes))
     multihost_utils.sync_global_devices("turn")
